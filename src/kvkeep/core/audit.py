@@ -1,0 +1,113 @@
+"""Verifies the invariants of DESIGN section 5 on a directory; raises AssertionError on the first.
+
+Run after every event in tests and the simulator, and when idle in production. O(objects).
+Invariants 6, 7 and 9 need bytes or an engine: the simulator's model checks them.
+"""
+
+from collections import Counter
+
+from kvkeep.core.directory import Directory
+from kvkeep.core.eviction import Chunk
+from kvkeep.types import SlotId, SlotState
+
+
+def check(directory: Directory) -> None:
+    """Raise AssertionError when any invariant is broken."""
+    _bytes(directory)
+    _extents(directory)
+    _reservations(directory)
+    _staging(directory)
+    _tree(directory)
+
+
+def _bytes(d: Directory) -> None:
+    """1: every populated byte is in exactly one state, and the sums agree."""
+    at = 0
+    free = 0
+    for offset, size, taken in d.arena.extents():
+        assert offset == at, f"hole or overlap at {at}"
+        at += size
+        free += 0 if taken else size
+    assert at == d.arena.populated_bytes
+    assert free == d.arena.free_bytes
+    used = Counter[SlotState]()
+    for slot, state in enumerate(d.slots.state):
+        if state is not SlotState.FREE:
+            used[state] += d.slots.size[slot]
+    for state in SlotState:
+        assert d.slots.bytes_in[state] == (used[state]), f"bytes in {state.name}"
+    assert free + used.total() == d.arena.populated_bytes
+
+
+def _extents(d: Directory) -> None:
+    """2: live slots and taken extents are the same set, one slot each."""
+    taken = {offset: size for offset, size, is_taken in d.arena.extents() if is_taken}
+    for slot, state in enumerate(d.slots.state):
+        if state is not SlotState.FREE:
+            size = taken.pop(d.slots.offset[slot])
+            assert size == d.slots.size[slot]
+    assert not taken, f"extents nobody owns: {taken}"
+
+
+def _reservations(d: Directory) -> None:
+    """3: readers of a slot = live lease parts listing it; sessions' own counts agree."""
+    readers: Counter[SlotId] = Counter()
+    for session in d.sessions.values():
+        held: Counter[Chunk] = Counter()
+        for lease in session.reads_open.values():
+            assert lease.live_ranks, "a lease without live parts is not removed"
+            held.update(lease.chunks)
+            for chunk in lease.chunks:
+                for slot, rank in zip(chunk.rows, session.row_ranks, strict=True):
+                    readers[slot] += rank in lease.live_ranks
+        assert held == Counter(session.held)
+        sizes = sum(chunk.size_bytes for chunk in held)
+        assert sizes == session.reserved_bytes
+    for index, count in enumerate(d.slots.readers):
+        assert readers[SlotId(index)] == count, f"slot {index}: readers and leases differ"
+        assert not count or d.slots.state[index] is SlotState.RESIDENT
+    reserved = sum(d.slots.size[s] for s, n in enumerate(d.slots.readers) if n)
+    assert reserved == d.slots.reserved_bytes
+
+
+def _staging(d: Directory) -> None:
+    """4: staged and orphaned extents have exactly one known owner."""
+    owners: Counter[SlotId] = Counter()
+    for session in d.sessions.values():
+        leases = session.writes_open.values()
+        assert session.staging_bytes == len(leases) * session.chunk_bytes
+        for lease in leases:
+            for slot, writer in zip(lease.slots, lease.writers, strict=True):
+                assert d.slots.state[slot] is SlotState.STAGING
+                assert writer in d.peers, "staged for a writer that is gone"
+                owners[slot] += 1
+    for peer in d.peers.values():
+        for slot in peer.orphans:
+            assert d.slots.state[slot] is SlotState.ORPHANED
+            assert not peer.gone
+            owners[slot] += 1
+    for _, slot in d.quarantine:
+        assert d.slots.state[slot] is SlotState.QUARANTINED
+        owners[slot] += 1
+    waiting = (SlotState.STAGING, SlotState.ORPHANED, SlotState.QUARANTINED)
+    for index, state in enumerate(d.slots.state):
+        assert owners[SlotId(index)] == (state in waiting), f"slot {index} in {state.name}"
+
+
+def _tree(d: Directory) -> None:
+    """5, 8: resident chunks own their slots, children counts and per-salt usage are exact."""
+    chunks = [*d.residents.index.values(), *d.residents.unlinked]
+    owned = Counter(slot for chunk in chunks for slot in chunk.rows)
+    usage: Counter[str | None] = Counter()
+    children = Counter(chunk.parent for chunk in d.residents.index.values())
+    children.update(w.parent for s in d.sessions.values() for w in s.writes_open.values())
+    for chunk in chunks:
+        usage[chunk.salt] += chunk.size_bytes
+        if chunk.linked:
+            assert chunk.children == children.pop(chunk.hash, 0), "children of a chunk"
+        else:
+            assert not d.residents.idle(chunk), "an unlinked chunk without readers is not freed"
+    assert children == Counter(d.residents.absent), "children of absent chunks"
+    assert usage == Counter(d.residents.usage_bytes)
+    for slot, state in enumerate(d.slots.state):
+        assert owned[SlotId(slot)] == (state is SlotState.RESIDENT), f"slot {slot} resident once"

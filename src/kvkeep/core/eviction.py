@@ -1,0 +1,153 @@
+"""Decides which chunks leave L1: the policy interface and prefix-aware LRU.
+
+A policy is told when a chunk becomes resident, used, idle or gone. `evict` names chunks whose
+removal makes one run of the wanted length, or nothing; it changes nothing itself (atomic: the
+directory removes all of them or none).
+"""
+
+import heapq
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from kvkeep.types import ChunkHash, RowSpec, SlotId
+
+_SEEDS = 8  # how many of the coldest chunks are tried as the middle of a window
+
+
+class Chunk:
+    """One resident chunk: a slot per (kv_rank, group) row of its layout."""
+
+    __slots__ = (
+        "children",
+        "hash",
+        "last_use",
+        "linked",
+        "parent",
+        "rows",
+        "salt",
+        "size_bytes",
+        "specs",
+    )
+
+    def __init__(
+        self,
+        chunk_hash: ChunkHash,
+        parent: ChunkHash,
+        *,
+        rows: tuple[SlotId, ...],
+        specs: tuple[RowSpec, ...],
+        size_bytes: int,
+        salt: str | None,
+    ) -> None:
+        self.hash = chunk_hash
+        self.parent = parent
+        self.rows = rows  # row -> slot
+        self.specs = specs  # the layout of `rows`; interned, so compared with `is`
+        self.size_bytes = size_bytes  # arena bytes of all rows
+        self.salt = salt
+        self.children = 0  # resident chunks whose parent this is
+        self.last_use = 0  # the policy's clock
+        self.linked = True  # findable; False once dropped while readers remain
+
+
+class Space(Protocol):
+    """What a policy may ask about memory."""
+
+    def idle(self, chunk: Chunk) -> bool:
+        """True when nobody reads or pins the chunk."""
+
+    def window(self, chunk: Chunk, bytes_needed: int) -> list[Chunk] | None:
+        """Idle chunks around `chunk` whose removal makes a run of `bytes_needed`, or None."""
+
+
+class EvictionPolicy(Protocol):
+    """Chooses victims; a plug-in under `[policy] eviction`."""
+
+    def added(self, chunk: Chunk) -> None:
+        """The chunk became resident."""
+
+    def used(self, chunk: Chunk) -> None:
+        """The chunk was part of a hit, or was stored again."""
+
+    def idle(self, chunk: Chunk) -> None:
+        """The chunk's last reader left, or its last resident child did."""
+
+    def removed(self, chunk: Chunk) -> None:
+        """The chunk is no longer resident."""
+
+    def evict(self, bytes_needed: int, space: Space) -> list[Chunk]:
+        """Chunks to remove for one run of `bytes_needed`; empty when no seed leads to one."""
+
+
+class PrefixLRU:
+    """Least recently used first, and a chunk always before its ancestors.
+
+    Only idle chunks without resident children are candidates. Entries of the heap are checked when
+    they come up; a stale one is dropped. Exception, stated: when sizes are mixed, the neighbours
+    that a window takes may include a chunk whose descendants stay; those then age out.
+    """
+
+    def __init__(self) -> None:
+        self._clock = 0
+        self._resident = 0
+        self._heap: list[tuple[int, int, Chunk]] = []
+        self._pushes = 0
+
+    def added(self, chunk: Chunk) -> None:
+        self._resident += 1
+        self.used(chunk)
+        self.idle(chunk)
+
+    def used(self, chunk: Chunk) -> None:
+        self._clock += 1
+        chunk.last_use = self._clock
+
+    def idle(self, chunk: Chunk) -> None:
+        if chunk.children == 0:
+            self._push(chunk)
+
+    def removed(self, chunk: Chunk) -> None:
+        self._resident -= 1
+
+    def evict(self, bytes_needed: int, space: Space) -> list[Chunk]:
+        best: list[Chunk] = []
+        best_heat = -1
+        seeds = []
+        for chunk in self._coldest(space):
+            seeds.append(chunk)
+            victims = space.window(chunk, bytes_needed)
+            if victims is not None:
+                heat = max(victim.last_use for victim in victims)
+                if not best or heat < best_heat:
+                    best, best_heat = victims, heat
+                if len(victims) == 1:
+                    break  # the coldest chunk alone makes the room
+            if len(seeds) >= _SEEDS:
+                break
+        for chunk in seeds:
+            self._push(chunk)
+        return best
+
+    def _coldest(self, space: Space) -> Iterator[Chunk]:
+        """Pop candidates, coldest first; the caller pushes back what stays."""
+        while self._heap:
+            last_use, _, chunk = heapq.heappop(self._heap)
+            if chunk.linked and chunk.children == 0 and space.idle(chunk):
+                if chunk.last_use == last_use:
+                    yield chunk
+                else:  # used since it was pushed: it has a place further back
+                    self._push(chunk)
+
+    def _push(self, chunk: Chunk) -> None:
+        self._pushes += 1
+        heapq.heappush(self._heap, (chunk.last_use, self._pushes, chunk))
+        if len(self._heap) > 4 * self._resident + 1024:
+            self._compact()
+
+    def _compact(self) -> None:
+        newest = {id(entry[2]): entry for entry in sorted(self._heap)}
+        self._heap = [e for e in newest.values() if e[2].linked]
+        heapq.heapify(self._heap)
+
+
+POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": PrefixLRU}

@@ -1,0 +1,94 @@
+"""What sessions hold: read leases (reservations) and write leases (staged chunks).
+
+Leases have parts, one per rank. A part ends once; ending it again is a counted no-op. Sessions
+know which peer (process) writes for which rank, because staged memory is only reused when that
+process confirmed or is provably gone.
+"""
+
+from dataclasses import dataclass, field
+
+from kvkeep.core.eviction import Chunk
+from kvkeep.types import ChunkHash, Fingerprint, LeaseId, PeerId, RowSpec, SlotId
+
+
+@dataclass(slots=True)
+class Peer:
+    """One connection and the process behind it."""
+
+    id: PeerId
+    session: str
+    rank: int | None  # the rank it writes for; None for a pure scheduler
+    dma: bool
+    open: bool = True
+    gone: bool = False
+    orphans: set[SlotId] = field(default_factory=set)  # extents it may still write
+
+
+@dataclass(slots=True)
+class ReadLease:
+    """Chunks reserved for one request; `live_ranks` are the parts that have not ended."""
+
+    id: LeaseId
+    session: str
+    request: str
+    chunks: list[Chunk]
+    live_ranks: set[int]
+    since_s: float
+
+
+@dataclass(slots=True)
+class WriteLease:
+    """One chunk being written: a slot per row, each with the peer that writes it."""
+
+    id: LeaseId
+    session: str
+    request: str
+    hash: ChunkHash
+    parent: ChunkHash
+    salt: str | None
+    slots: tuple[SlotId, ...]
+    writers: tuple[PeerId, ...]
+    since_s: float
+
+
+@dataclass(slots=True)
+class Session:
+    """All connections of one engine instance."""
+
+    id: str
+    world: int
+    recompute: bool
+    scheduler: PeerId | None = None
+    workers: dict[int, PeerId] = field(default_factory=dict)
+    rows: dict[int, tuple[RowSpec, ...]] = field(default_factory=dict)  # by rank
+    fingerprints: dict[int, Fingerprint] = field(default_factory=dict)
+    writes: bool = True
+    reads_open: dict[LeaseId, ReadLease] = field(default_factory=dict)
+    writes_open: dict[LeaseId, WriteLease] = field(default_factory=dict)
+    reserved_bytes: int = 0
+    staging_bytes: int = 0
+    all_rows: tuple[RowSpec, ...] = ()  # rank-major, set when ready
+    row_ranks: tuple[int, ...] = ()
+    chunk_bytes: int = 0  # rounded bytes of one chunk over all rows
+
+    held: dict[Chunk, int] = field(default_factory=dict)  # chunk -> read leases listing it
+
+    def hold(self, chunk: Chunk) -> None:
+        """One more read lease of this session lists the chunk."""
+        count = self.held.get(chunk, 0)
+        self.held[chunk] = count + 1
+        if count == 0:
+            self.reserved_bytes += chunk.size_bytes
+
+    def release(self, chunk: Chunk) -> None:
+        """One read lease less."""
+        count = self.held.pop(chunk) - 1
+        if count:
+            self.held[chunk] = count
+        else:
+            self.reserved_bytes -= chunk.size_bytes
+
+    @property
+    def ready(self) -> bool:
+        """Scheduler and every rank have said Hello."""
+        return self.scheduler is not None and len(self.workers) == self.world
