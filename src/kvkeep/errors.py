@@ -1,7 +1,7 @@
 """Every error kvkeep raises on purpose, under one root.
 
 Foreign exceptions are turned into one of these at the edge where they appear. A message names the
-thing, the limit and the fix. Inside an engine none of them is ever raised: there they become misses.
+thing, the limit and the fix. Inside an engine none is ever raised: there they become misses.
 """
 
 

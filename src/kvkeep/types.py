@@ -117,7 +117,7 @@ class RowSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ObjectKey(msgspec.Struct, frozen=True):
-    """The full name of an object (DESIGN section 3); `chunk_hash` already commits to all but rank and group."""
+    """The full name of an object; `chunk_hash` already commits to all but rank and group."""
 
     chunk_hash: ChunkHash
     model_name: str

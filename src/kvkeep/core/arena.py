@@ -11,12 +11,13 @@ from collections.abc import Callable
 
 ALIGN_BYTES = 4096
 _STEPS_LOG2 = 5  # 32 bins per doubling
+_STEP_MASK = (1 << _STEPS_LOG2) - 1
 _OWN_BIN_PROBES = 8
 
 
 def rounded(size_bytes: int) -> int:
     """`size_bytes` rounded up to its size class."""
-    unit = max(ALIGN_BYTES, 1 << max(0, (size_bytes - 1).bit_length() - 1 - _STEPS_LOG2))
+    unit = max(ALIGN_BYTES, 1 << (size_bytes - 1).bit_length() >> (1 + _STEPS_LOG2))
     return -(-size_bytes // unit) * unit
 
 
@@ -24,8 +25,9 @@ def _bin(size_bytes: int) -> int:
     """Index of the bin that holds free runs of this size (floor)."""
     pages = size_bytes // ALIGN_BYTES
     top = pages.bit_length() - 1
-    shift = max(0, top - _STEPS_LOG2)
-    return (top << _STEPS_LOG2) + ((pages >> shift) & ((1 << _STEPS_LOG2) - 1))
+    if top > _STEPS_LOG2:
+        pages >>= top - _STEPS_LOG2
+    return (top << _STEPS_LOG2) + (pages & _STEP_MASK)
 
 
 class Arena:
@@ -61,14 +63,19 @@ class Arena:
         found = self._find(need)
         if found is None:
             return None
-        size = self._remove_free(found)
-        del self._start_of[found + size]
-        self._taken[found] = need
-        self._start_of[found + need] = found
+        size = self._free[found]
+        rest = size - need
+        if rest and _bin(rest) == _bin(size):  # taken from the end, the run keeps its bin
+            self._free[found] = rest
+            self._start_of[found + rest] = found
+        else:
+            self._remove_free(found)
+            if rest:
+                self._insert_free(found, rest)
+        self._taken[found + rest] = need
+        self._start_of[found + size] = found + rest
         self.free_bytes -= need
-        if size > need:
-            self._insert_free(found + need, size - need)
-        return found
+        return found + rest
 
     def free(self, offset: int) -> int:
         """Give an extent back; returns its size."""
@@ -77,6 +84,10 @@ class Arena:
         self.free_bytes += size
         self._add_free(offset, size)
         return size
+
+    def fits(self, size_bytes: int) -> bool:
+        """Whether `allocate` would succeed."""
+        return self._find(rounded(size_bytes)) is not None
 
     def largest_free_bytes(self) -> int:
         """Size of the longest free run."""

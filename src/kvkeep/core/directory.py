@@ -5,7 +5,8 @@ messages into events and carries replies and effects out; it decides nothing.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, MutableSequence
+from collections.abc import Callable
+from typing import cast
 
 import msgspec
 
@@ -16,7 +17,7 @@ from kvkeep.core.leases import Peer, ReadLease, Session
 from kvkeep.core.lookup import Finder
 from kvkeep.core.membership import Membership
 from kvkeep.core.resident import Residents
-from kvkeep.core.slots import SlotTable
+from kvkeep.core.slots import Generations, SlotTable
 from kvkeep.core.staging import Stager
 from kvkeep.types import ChunkHash, LeaseId, Reason, RowSpec, SlotId, SlotState
 
@@ -36,7 +37,7 @@ class Directory:
 
     def __init__(
         self,
-        generations: MutableSequence[int],
+        generations: Generations,
         new_id: Callable[[], int],
         *,
         limits: Limits | None = None,
@@ -183,4 +184,4 @@ class Directory:
     @staticmethod
     def split(packed: bytes) -> list[ChunkHash]:
         """Packed hashes as a list; a ragged tail is ignored."""
-        return [ChunkHash(packed[i : i + 32]) for i in range(0, len(packed) - 31, 32)]
+        return cast("list[ChunkHash]", [packed[i : i + 32] for i in range(0, len(packed) - 31, 32)])

@@ -16,6 +16,7 @@ from kvkeep.types import (
     Reason,
     Role,
     RowSpec,
+    SlotId,
     StageOutcome,
 )
 
@@ -153,8 +154,15 @@ class JoinRefused(_Value, frozen=True):
     text: str
 
 
+NO_SLOT = SlotId(2**64 - 1)  # in a column: the hit does not need this row of this chunk
+
+
 class Columns(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Handles of one row: packed native u64, one per chunk (the session knows epoch and length)."""
+    """Handles of one row: packed native u64, one per chunk (the session knows epoch and length).
+
+    A chunk that is not resident has `NO_SLOT`, offset 0 and generation 0. That happens only when
+    no row needs every chunk: a model of sliding windows or recurrent state alone.
+    """
 
     slots: bytes
     offsets: bytes

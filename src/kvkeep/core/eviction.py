@@ -6,7 +6,7 @@ directory removes all of them or none).
 """
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from kvkeep.types import ChunkHash, RowSpec, SlotId
@@ -23,6 +23,7 @@ class Chunk:
         "last_use",
         "linked",
         "parent",
+        "queued",
         "rows",
         "salt",
         "size_bytes",
@@ -47,6 +48,7 @@ class Chunk:
         self.salt = salt
         self.children = 0  # resident chunks whose parent this is
         self.last_use = 0  # the policy's clock
+        self.queued = False  # the policy has it in its queue of candidates
         self.linked = True  # findable; False once dropped while readers remain
 
 
@@ -66,8 +68,8 @@ class EvictionPolicy(Protocol):
     def added(self, chunk: Chunk) -> None:
         """The chunk became resident."""
 
-    def used(self, chunk: Chunk) -> None:
-        """The chunk was part of a hit, or was stored again."""
+    def used(self, chunks: Sequence[Chunk]) -> None:
+        """The chunks were part of a hit, or were stored again; in order of their prefix."""
 
     def idle(self, chunk: Chunk) -> None:
         """The chunk's last reader left, or its last resident child did."""
@@ -82,9 +84,10 @@ class EvictionPolicy(Protocol):
 class PrefixLRU:
     """Least recently used first, and a chunk always before its ancestors.
 
-    Only idle chunks without resident children are candidates. Entries of the heap are checked when
-    they come up; a stale one is dropped. Exception, stated: when sizes are mixed, the neighbours
-    that a window takes may include a chunk whose descendants stay; those then age out.
+    Only idle chunks without resident children are candidates. The heap has one entry per chunk,
+    checked when it comes up: used since then, it goes further back. Exception, stated: when sizes
+    are mixed, the neighbours that a window takes may include a chunk whose descendants stay; those
+    then age out.
     """
 
     def __init__(self) -> None:
@@ -95,12 +98,15 @@ class PrefixLRU:
 
     def added(self, chunk: Chunk) -> None:
         self._resident += 1
-        self.used(chunk)
+        self.used((chunk,))
         self.idle(chunk)
 
-    def used(self, chunk: Chunk) -> None:
-        self._clock += 1
-        chunk.last_use = self._clock
+    def used(self, chunks: Sequence[Chunk]) -> None:
+        clock = self._clock
+        for chunk in chunks:
+            clock += 1
+            chunk.last_use = clock
+        self._clock = clock
 
     def idle(self, chunk: Chunk) -> None:
         if chunk.children == 0:
@@ -132,6 +138,7 @@ class PrefixLRU:
         """Pop candidates, coldest first; the caller pushes back what stays."""
         while self._heap:
             last_use, _, chunk = heapq.heappop(self._heap)
+            chunk.queued = False
             if chunk.linked and chunk.children == 0 and space.idle(chunk):
                 if chunk.last_use == last_use:
                     yield chunk
@@ -139,15 +146,14 @@ class PrefixLRU:
                     self._push(chunk)
 
     def _push(self, chunk: Chunk) -> None:
+        if chunk.queued:
+            return
+        chunk.queued = True
         self._pushes += 1
         heapq.heappush(self._heap, (chunk.last_use, self._pushes, chunk))
-        if len(self._heap) > 4 * self._resident + 1024:
-            self._compact()
-
-    def _compact(self) -> None:
-        newest = {id(entry[2]): entry for entry in sorted(self._heap)}
-        self._heap = [e for e in newest.values() if e[2].linked]
-        heapq.heapify(self._heap)
+        if len(self._heap) > 2 * self._resident + 1024:  # mostly chunks that are gone
+            self._heap = [entry for entry in self._heap if entry[2].linked]
+            heapq.heapify(self._heap)
 
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": PrefixLRU}

@@ -30,7 +30,7 @@ def encode_field(value: Scalar) -> bytes:
         case None:
             tag, body = b"N", b""
         case str():
-            tag, body = b"S", value.encode()
+            tag, body = b"S", value.encode("utf-8", "surrogatepass")  # any str, even half a pair
         case bytes():
             tag, body = b"B", value
         case int():

@@ -54,6 +54,8 @@ def canonical(value: Value) -> bytes:
         case None | str() | bytes() | int():
             return encode_field(value)
         case Mapping():
+            if not all(isinstance(key, str) for key in value):
+                raise ConfigError("a layout map has a key that is no string")
             items = b"".join(encode_field(k) + canonical(value[k]) for k in sorted(value))
             return b"M" + len(value).to_bytes(4, "little") + items
         case Sequence():

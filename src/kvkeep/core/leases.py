@@ -5,6 +5,7 @@ know which peer (process) writes for which rank, because staged memory is only r
 process confirmed or is provably gone.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvkeep.core.eviction import Chunk
@@ -19,6 +20,7 @@ class Peer:
     session: str
     rank: int | None  # the rank it writes for; None for a pure scheduler
     dma: bool
+    writes: bool = True  # False: it is never given a handle for writing
     open: bool = True
     gone: bool = False
     orphans: set[SlotId] = field(default_factory=set)  # extents it may still write
@@ -70,15 +72,17 @@ class Session:
     all_rows: tuple[RowSpec, ...] = ()  # rank-major, set when ready
     row_ranks: tuple[int, ...] = ()
     chunk_bytes: int = 0  # rounded bytes of one chunk over all rows
-
+    leading_run: bool = True  # a row needs every chunk, so a hit is the leading resident run
     held: dict[Chunk, int] = field(default_factory=dict)  # chunk -> read leases listing it
 
-    def hold(self, chunk: Chunk) -> None:
-        """One more read lease of this session lists the chunk."""
-        count = self.held.get(chunk, 0)
-        self.held[chunk] = count + 1
-        if count == 0:
-            self.reserved_bytes += chunk.size_bytes
+    def hold(self, chunks: Sequence[Chunk]) -> None:
+        """One more read lease of this session lists these chunks."""
+        held = self.held
+        for chunk in chunks:
+            count = held.get(chunk, 0)
+            held[chunk] = count + 1
+            if count == 0:
+                self.reserved_bytes += chunk.size_bytes
 
     def release(self, chunk: Chunk) -> None:
         """One read lease less."""

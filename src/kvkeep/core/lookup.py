@@ -26,25 +26,29 @@ class Finder:
         if session is None or not session.ready:
             return ev.Hit(NO_LEASE, 0, (), (Reason.NOT_READY,) * len(hashes))
         index = self._d.residents.index
-        found = [index.get(h) for h in hashes]
+        found = list(map(index.get, hashes))
         specs = session.all_rows
-        if any(c is not None and c.specs is not specs for c in found):
-            return self._mismatch(found)
+        for chunk in found:
+            if chunk is not None and chunk.specs is not specs:
+                return self._mismatch(found)
         length = self._usable(session, found)
-        prefix = [c for c in found[:length] if c is not None]
-        fits = self._under_cap(session, prefix)
+        fits = self._under_cap(session, found[:length])
         if fits < length and not event.near:  # the answer stands, the reservation comes later
             return ev.Hit(NO_LEASE, length, (), self._reasons(hashes, found, length, length))
+        if fits < length:
+            fits = self._usable(session, found[:fits])
         reasons = self._reasons(hashes, found, fits, length)
-        del prefix[fits:]
-        if not prefix:
+        if not fits:
             return ev.Hit(NO_LEASE, 0, (), reasons)
-        lease_id = self._reserve(session, event.request, prefix, now_s)
-        columns = tuple(
-            columns_of(self._d, [chunk.rows[row] for chunk in prefix])
-            for row in range(len(session.all_rows))
-        )
-        return ev.Hit(lease_id, len(prefix), columns, reasons)
+        prefix = found[:fits]
+        chunks = [chunk for chunk in prefix if chunk is not None]
+        lease_id = self._reserve(session, event.request, chunks, now_s)
+        columns = [
+            columns_of(self._d, [chunk.rows[row] for chunk in chunks]) for row in range(len(specs))
+        ]
+        if len(chunks) < fits:
+            columns = [_with_holes(column, prefix) for column in columns]
+        return ev.Hit(lease_id, fits, tuple(columns), reasons)
 
     def _mismatch(self, found: list[Chunk | None]) -> ev.Hit:
         """A key of another layout: cannot happen with honest hashes, so nothing is served."""
@@ -52,40 +56,36 @@ class Finder:
         return ev.Hit(NO_LEASE, 0, (), (Reason.LAYOUT_MISMATCH,) * len(found))
 
     def _usable(self, session: Session, found: list[Chunk | None]) -> int:
-        rows = len(session.all_rows)
-        if rows > 1:
-            held = [[c is not None and c.rows[r] >= 0 for c in found] for r in range(rows)]
-            return common_prefix(session.all_rows, held, len(found))
+        """The common prefix; a resident chunk has every row, so all rows hold the same chunks."""
+        if not session.leading_run:
+            held = [chunk is not None for chunk in found]
+            return common_prefix(session.all_rows, [held] * len(session.all_rows), len(found))
         try:
             return found.index(None)
         except ValueError:
             return len(found)
 
-    def _under_cap(self, session: Session, prefix: list[Chunk]) -> int:
-        """How many leading chunks the session may reserve."""
+    def _under_cap(self, session: Session, prefix: list[Chunk | None]) -> int:
+        """How many leading chunks the session may reserve; a hole costs nothing."""
         cap = int(self._d.limits.session_reserve_fraction * self._d.arena.populated_bytes)
         room = (cap - session.reserved_bytes) // session.chunk_bytes
         if room >= len(prefix):
             return len(prefix)
         for position, chunk in enumerate(prefix):
-            if chunk not in session.held:
+            if chunk is not None and chunk not in session.held:
                 room -= 1
                 if room < 0:
                     return position
         return len(prefix)
 
     def _reserve(
-        self, session: Session, request: str, prefix: list[Chunk], now_s: float
+        self, session: Session, request: str, chunks: list[Chunk], now_s: float
     ) -> LeaseId:
-        used = self._d.residents.policy.used
-        hold = self._d.slots.hold
-        for chunk in prefix:
-            used(chunk)
-            for slot in chunk.rows:
-                hold(slot)
-            session.hold(chunk)
+        self._d.residents.policy.used(chunks)
+        self._d.slots.hold([slot for chunk in chunks for slot in chunk.rows])
+        session.hold(chunks)
         ranks = set(session.row_ranks)
-        lease = ReadLease(LeaseId(self._d.new_id()), session.id, request, prefix, ranks, now_s)
+        lease = ReadLease(LeaseId(self._d.new_id()), session.id, request, chunks, ranks, now_s)
         session.reads_open[lease.id] = lease
         return lease.id
 
@@ -113,4 +113,16 @@ def columns_of(directory: "Directory", slots: list[SlotId]) -> ev.Columns:
         array("Q", slots).tobytes(),
         array("Q", [offsets[s] for s in slots]).tobytes(),
         array("Q", [generations[s] for s in slots]).tobytes(),
+    )
+
+
+def _with_holes(column: ev.Columns, prefix: list[Chunk | None]) -> ev.Columns:
+    """The same handles, with `NO_SLOT` where the prefix has no chunk."""
+
+    def spread(packed: bytes, hole: int) -> bytes:
+        words = iter(array("Q", packed))
+        return array("Q", [hole if chunk is None else next(words) for chunk in prefix]).tobytes()
+
+    return ev.Columns(
+        spread(column.slots, ev.NO_SLOT), spread(column.offsets, 0), spread(column.generations, 0)
     )

@@ -11,7 +11,7 @@ from kvkeep.core import events as ev
 from kvkeep.core.arena import rounded
 from kvkeep.core.keys import combine_ranks
 from kvkeep.core.leases import Peer, Session
-from kvkeep.types import PeerId, Role
+from kvkeep.types import GroupKind, PeerId, Role
 
 if TYPE_CHECKING:
     from kvkeep.core.directory import Directory
@@ -32,7 +32,7 @@ class Membership:
             self.gone(event.confirms, now_s=now_s, confirmed=True)
         works = event.role in (Role.WORKER, Role.BOTH)
         rank = event.rank if works else None
-        self._d.peers[event.peer] = Peer(event.peer, event.session, rank, event.dma)
+        self._d.peers[event.peer] = Peer(event.peer, event.session, rank, event.dma, event.writes)
         if event.role is Role.OPERATOR:
             return ev.Joined()
         session = self._d.sessions.get(event.session)
@@ -45,7 +45,7 @@ class Membership:
             if session.scheduler is not None:
                 self._scheduler_left(session, now_s)
             session.scheduler = event.peer
-            session.recompute, session.writes = event.recompute, event.writes
+            session.recompute = event.recompute
         if session.ready:
             self._complete(session, now_s)
         return ev.Joined()
@@ -97,6 +97,8 @@ class Membership:
     # ---- parts
 
     def _refusal(self, event: ev.Join) -> str | None:
+        if event.peer in self._d.peers:  # a second Hello would forget what the first may write
+            return "this connection has joined already"
         if event.role is Role.OPERATOR:
             return None
         session = self._d.sessions.get(event.session)
@@ -111,6 +113,9 @@ class Membership:
             return "a worker must say its layout and fingerprint"
         if any(spec.object_bytes <= 0 for spec in event.rows):
             return "an object must have at least one byte"
+        windows = (spec for spec in event.rows if spec.kind is GroupKind.SLIDING_WINDOW)
+        if any(spec.window_chunks <= 0 for spec in windows):  # else every length were a hit
+            return "a sliding window must cover at least one chunk"
         return None
 
     def _add_worker(self, session: Session, event: ev.Join) -> None:
@@ -122,11 +127,15 @@ class Membership:
         """Every rank is there: fix the rows; a changed layout ends what the old one held."""
         ranks = range(session.world)
         rows = tuple(spec for rank in ranks for spec in session.rows[rank])
-        if session.all_rows and rows != session.all_rows:
+        row_ranks = tuple(rank for rank in ranks for _ in session.rows[rank])
+        if session.all_rows and (rows, row_ranks) != (session.all_rows, session.row_ranks):
             self._end_all_reads(session)
             self._lose_writes(session, now_s)
         session.all_rows = self._d.layouts.setdefault(rows, rows)
-        session.row_ranks = tuple(rank for rank in ranks for _ in session.rows[rank])
+        session.row_ranks = row_ranks
+        session.leading_run = any(spec.kind is GroupKind.FULL_ATTENTION for spec in rows)
+        peers = (session.scheduler, *session.workers.values())
+        session.writes = all(self._d.peers[peer].writes for peer in peers if peer is not None)
         session.chunk_bytes = sum(rounded(spec.object_bytes) for spec in rows)
         fingerprint = combine_ranks([session.fingerprints[rank] for rank in ranks])
         self._d.effects.append(ev.SessionReady(session.id, fingerprint, session.world, rows))

@@ -5,7 +5,7 @@ chunks; evicting is all or nothing for one run.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from kvkeep.core.eviction import Chunk, EvictionPolicy
 from kvkeep.core.slots import SlotTable
@@ -28,7 +28,7 @@ class Residents:
         self._at: dict[int, Chunk] = {}  # extent offset -> chunk
         self.absent: dict[ChunkHash, int] = {}  # children of chunks that are not resident
         self._ghosts: OrderedDict[ChunkHash, Reason] = OrderedDict()
-        self._protected: ChunkHash | None = None
+        self._protected: Container[ChunkHash] = ()
 
     def why_absent(self, chunk_hash: ChunkHash) -> Reason:
         """Why a chunk that is not in the index is not there."""
@@ -101,14 +101,11 @@ class Residents:
 
     # ---- making room
 
-    def stage(self, size_bytes: int, protect: ChunkHash) -> SlotId | None:
-        """A staged slot, evicting idle chunks when needed but never `protect`; None: no room."""
-        slot = self.slots.stage(size_bytes)
-        if slot is not None:
-            return slot
+    def evict_and_stage(self, size_bytes: int, protect: Container[ChunkHash]) -> SlotId | None:
+        """A staged slot, made free by evicting idle chunks but never `protect`; None: no room."""
         self._protected = protect
         victims = self._victims(size_bytes)
-        self._protected = None
+        self._protected = ()
         for chunk in victims:
             self.evicted_chunks += 1
             self.evicted_bytes += chunk.size_bytes
@@ -118,33 +115,36 @@ class Residents:
     def idle(self, chunk: Chunk) -> bool:
         """Nobody reads any of its rows."""
         readers = self.slots.readers
-        for slot in chunk.rows:  # a plain loop: this is on the path of every release
-            if readers[slot]:
-                return False
-        return True
+        return not readers[chunk.rows[0]] and not any(readers[slot] for slot in chunk.rows[1:])
 
     def window(self, chunk: Chunk, bytes_needed: int) -> list[Chunk] | None:
         """Idle chunks around `chunk` that make one run of `bytes_needed`, or None."""
-        if chunk.hash == self._protected:
+        if chunk.hash in self._protected:
             return None
-        for slot in chunk.rows:
+        fewest: list[Chunk] | None = None
+        for slot in chunk.rows:  # rows differ in size: one may do alone where another needs more
             found = self.slots.arena.window(self.slots.offset[slot], bytes_needed, self._movable)
-            if found is not None:
-                return list({id(c): c for c in (self._at[o] for o in found)}.values())
-        return None
+            if found is None:
+                continue
+            victims = list({id(c): c for c in (self._at[o] for o in found)}.values())
+            if fewest is None or len(victims) < len(fewest):
+                fewest = victims
+            if len(victims) == 1:
+                break
+        return fewest
 
     def _movable(self, offset: int) -> bool:
         chunk = self._at.get(offset)
         return (
             chunk is not None
             and chunk.linked
-            and chunk.hash != self._protected
+            and chunk.hash not in self._protected
             and self.idle(chunk)
         )
 
     def _victims(self, size_bytes: int) -> Iterable[Chunk]:
-        if self.slots.slots_left() == 0:
-            return self.policy.evict(1, self)
+        if self.slots.arena.fits(size_bytes):
+            size_bytes = 1  # memory is there, only a slot is wanted
         movable = self.slots.bytes_in[SlotState.RESIDENT] - self.slots.reserved_bytes
         if self.slots.arena.free_bytes + movable < size_bytes:
             return []

@@ -5,9 +5,10 @@ leave of staging or resident, before the extent can be free, so that a client th
 and after its copy can never take reused bytes for the old ones (DESIGN section 2).
 """
 
-from collections.abc import MutableSequence
+from collections.abc import Iterable
+from typing import Protocol
 
-from kvkeep.core.arena import Arena, rounded
+from kvkeep.core.arena import Arena
 from kvkeep.types import SlotId, SlotState
 
 _LEFT_FOR = {  # state -> states that may follow it
@@ -23,6 +24,14 @@ _LEFT_FOR = {  # state -> states that may follow it
 }
 
 
+class Generations(Protocol):
+    """A mutable row of u64 words: shared memory in the server, a list in tests."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, slot: int, /) -> int: ...
+    def __setitem__(self, slot: int, word: int, /) -> None: ...
+
+
 class SlotTable:
     """Extents of the arena with their states; `generations` is the shared table clients read.
 
@@ -30,7 +39,7 @@ class SlotTable:
     its length is the most objects there can be.
     """
 
-    def __init__(self, arena: Arena, generations: MutableSequence[int]) -> None:
+    def __init__(self, arena: Arena, generations: Generations) -> None:
         self.arena = arena
         self.generations = generations
         self.state: list[SlotState] = []
@@ -61,8 +70,8 @@ class SlotTable:
         assert self.state[slot] is SlotState.FREE
         self.state[slot] = SlotState.STAGING
         self.offset[slot], self.length[slot] = offset, size_bytes
-        self.size[slot] = rounded(size_bytes)
-        self.bytes_in[SlotState.STAGING] += self.size[slot]
+        size = self.size[slot] = self.arena.taken_size(offset)
+        self.bytes_in[SlotState.STAGING] += size
         return slot
 
     def slots_left(self) -> int:
@@ -85,12 +94,14 @@ class SlotTable:
         else:
             self.bytes_in[to] += size
 
-    def hold(self, slot: SlotId) -> None:
-        """One more reader."""
-        assert self.state[slot] is SlotState.RESIDENT
-        if self.readers[slot] == 0:
-            self.reserved_bytes += self.size[slot]
-        self.readers[slot] += 1
+    def hold(self, slots: Iterable[SlotId]) -> None:
+        """One more reader for each."""
+        state, readers, resident = self.state, self.readers, SlotState.RESIDENT
+        for slot in slots:
+            assert state[slot] is resident
+            if readers[slot] == 0:
+                self.reserved_bytes += self.size[slot]
+            readers[slot] += 1
 
     def unhold(self, slot: SlotId) -> bool:
         """One reader less; True when it was the last."""

@@ -1,19 +1,31 @@
 """Decides stores: takes extents to write, publishes them, or gives them back.
 
 A key that a live owner is staging is skipped (`IN_PROGRESS`); the first publisher wins and the
-loser's extents are freed. A parent with a staged child is not evicted for it.
+loser's extents are freed. The chunks before a staged one are not evicted for it, so a prompt longer
+than L1 keeps its beginning.
 """
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvkeep.core import events as ev
 from kvkeep.core.eviction import Chunk
 from kvkeep.core.leases import Session, WriteLease
 from kvkeep.core.lookup import columns_of
-from kvkeep.types import ChunkHash, CommitOutcome, LeaseId, SlotId, SlotState, StageOutcome
+from kvkeep.types import (
+    HASH_BYTES,
+    ChunkHash,
+    CommitOutcome,
+    LeaseId,
+    SlotId,
+    SlotState,
+    StageOutcome,
+)
 
 if TYPE_CHECKING:
     from kvkeep.core.directory import Directory
+
+_NOT_PUBLISHED = (SlotState.STAGING, SlotState.ORPHANED, SlotState.QUARANTINED)
 
 
 class Stager:
@@ -21,32 +33,30 @@ class Stager:
 
     def __init__(self, directory: "Directory") -> None:
         self._d = directory
-        self._latest: dict[ChunkHash, WriteLease] = {}
+        self.latest: dict[ChunkHash, WriteLease] = {}  # being staged, by key
 
     def stage(self, event: ev.Stage, now_s: float) -> ev.Staged:
-        """One outcome per chunk; after `NO_ROOM` the rest of an item is not tried."""
-        session = self._d.sessions.get(event.session)
+        """One outcome per chunk; after `NO_ROOM` or `OVER_CAP` the rest of an item gets nothing."""
+        d = self._d
+        session = d.sessions.get(event.session)
         outcomes: list[StageOutcome] = []
         granted: list[WriteLease] = []
-        for item in event.items:
-            parent, full = item.parent, False
-            for chunk_hash in self._d.split(item.hashes):
-                outcome = self._refusal(session, chunk_hash, now_s)
-                if full and outcome is None:
-                    outcome = StageOutcome.NO_ROOM
-                if outcome is None:
-                    assert session is not None
-                    lease = self._take(session, item, chunk_hash, parent, now_s)
-                    outcome = StageOutcome.NO_ROOM if lease is None else StageOutcome.GRANTED
-                    granted += [lease] if lease else []
-                full = full or outcome in (StageOutcome.NO_ROOM, StageOutcome.OVER_CAP)
-                outcomes.append(outcome)
-                self._d.counters[f"stage_{outcome.name.lower()}"] += 1
-                parent = chunk_hash
-        rows = len(session.all_rows) if session else 0
-        columns = tuple(columns_of(self._d, [w.slots[r] for w in granted]) for r in range(rows))
-        free = self._d.arena.largest_free_bytes()
-        return ev.Staged(tuple(outcomes), tuple(w.id for w in granted), columns, free)
+        rows = 0
+        if session is None or not session.ready:
+            outcomes = _refuse(event, StageOutcome.NOT_READY)
+        elif not session.writes:
+            outcomes = _refuse(event, StageOutcome.READ_ONLY)
+        else:
+            rows = len(session.all_rows)
+            batch = _Batch(d, session, self.latest, now_s)
+            for item in event.items:
+                batch.stage(item)
+            outcomes, granted = batch.outcomes, batch.granted
+        for outcome, times in Counter(outcomes).items():
+            d.counters[f"stage_{outcome.name.lower()}"] += times
+        columns = tuple(columns_of(d, [w.slots[r] for w in granted]) for r in range(rows))
+        free = d.arena.largest_free_bytes()
+        return ev.Staged(tuple(outcomes), tuple([w.id for w in granted]), columns, free)
 
     def commit(self, event: ev.Commit) -> ev.Committed:
         """Publish; a key that is resident by now frees the loser's extents."""
@@ -103,67 +113,124 @@ class Stager:
         """The lease is over, whatever became of its extents."""
         del session.writes_open[lease.id]
         session.staging_bytes -= session.chunk_bytes
-        if self._latest.get(lease.hash) is lease:
-            del self._latest[lease.hash]
+        if self.latest.get(lease.hash) is lease:
+            del self.latest[lease.hash]
         self._d.residents.detach(lease.parent)
 
-    def _refusal(
-        self, session: Session | None, chunk_hash: ChunkHash, now_s: float
-    ) -> StageOutcome | None:
-        if session is None or not session.ready:
-            return StageOutcome.NOT_READY
-        if not session.writes:
-            return StageOutcome.READ_ONLY
+
+def _refuse(event: ev.Stage, outcome: StageOutcome) -> list[StageOutcome]:
+    return [outcome] * sum(len(item.hashes) // HASH_BYTES for item in event.items)
+
+
+class _Batch:
+    """One Stage event while it is being answered."""
+
+    def __init__(
+        self,
+        directory: "Directory",
+        session: Session,
+        latest: dict[ChunkHash, WriteLease],
+        now_s: float,
+    ) -> None:
+        self.outcomes: list[StageOutcome] = []
+        self.granted: list[WriteLease] = []
+        self._d = directory
+        self._session = session
+        self._latest = latest
+        self._now_s = now_s
+        self._writers = tuple([session.workers[rank] for rank in session.row_ranks])
+        self._sizes = [spec.object_bytes for spec in session.all_rows]
+        self._chunks_left = self._under_caps()
+        self._line: set[ChunkHash] = set()  # see _ancestors
+
+    def stage(self, item: ev.StageItem) -> None:
+        """An outcome for every chunk of the item."""
+        parent = item.parent
+        refusal: StageOutcome | None = None  # of the item's rest
+        self._line.clear()
+        for chunk_hash in self._d.split(item.hashes):
+            outcome = self._known(chunk_hash)
+            if outcome is None:
+                outcome = refusal
+            if outcome is None and self._chunks_left <= 0:
+                outcome = refusal = StageOutcome.OVER_CAP
+            if outcome is None:
+                slots = self._take(parent)
+                if slots is None:
+                    outcome = refusal = StageOutcome.NO_ROOM
+                else:
+                    outcome = StageOutcome.GRANTED
+                    self._grant(item, chunk_hash, parent, slots)
+            self.outcomes.append(outcome)
+            parent = chunk_hash
+            if self._line:
+                self._line.add(parent)
+
+    def _under_caps(self) -> int:
+        """How many chunks the bounds on staged bytes still allow."""
+        limits, session = self._d.limits, self._session
+        cap = limits.staging_fraction * self._d.arena.populated_bytes
+        all_left = cap - sum(self._d.slots.bytes_in[state] for state in _NOT_PUBLISHED)
+        mine_left = cap * limits.session_staging_fraction - session.staging_bytes
+        return int(min(all_left, mine_left) // session.chunk_bytes)
+
+    def _known(self, chunk_hash: ChunkHash) -> StageOutcome | None:
+        """The outcome for a chunk that somebody stored or is storing."""
         chunk = self._d.residents.index.get(chunk_hash)
-        if chunk is not None and chunk.specs is not session.all_rows:
-            return StageOutcome.LAYOUT_MISMATCH
         if chunk is not None:
-            self._d.residents.policy.used(chunk)
+            if chunk.specs is not self._session.all_rows:
+                return StageOutcome.LAYOUT_MISMATCH
+            self._d.residents.policy.used((chunk,))
             return StageOutcome.RESIDENT
         other = self._latest.get(chunk_hash)
-        limits = self._d.limits
-        if other is not None and now_s - other.since_s < limits.in_progress_after_s:
+        if other is not None and self._now_s - other.since_s < self._d.limits.in_progress_after_s:
             return StageOutcome.IN_PROGRESS
-        cap = limits.staging_fraction * self._d.arena.populated_bytes
-        bytes_in = self._d.slots.bytes_in
-        staged = sum(
-            bytes_in[s] for s in (SlotState.STAGING, SlotState.ORPHANED, SlotState.QUARANTINED)
-        )
-        mine = session.staging_bytes + session.chunk_bytes
-        if staged + session.chunk_bytes > cap or mine > cap * limits.session_staging_fraction:
-            return StageOutcome.OVER_CAP
         return None
 
-    def _take(
-        self,
-        session: Session,
-        item: ev.StageItem,
-        chunk_hash: ChunkHash,
-        parent: ChunkHash,
-        now_s: float,
-    ) -> WriteLease | None:
+    def _take(self, parent: ChunkHash) -> list[SlotId] | None:
+        """A staged slot per row, or none at all."""
         taken: list[SlotId] = []
-        for spec in session.all_rows:
-            slot = self._d.residents.stage(spec.object_bytes, protect=parent)
+        for size_bytes in self._sizes:
+            slot = self._d.slots.stage(size_bytes)
+            if slot is None:
+                slot = self._d.residents.evict_and_stage(size_bytes, self._ancestors(parent))
             if slot is None:
                 for unused in taken:
                     self._d.slots.move(unused, SlotState.FREE)
                 return None
             taken.append(slot)
-        writers = tuple(session.workers[rank] for rank in session.row_ranks)
+        return taken
+
+    def _grant(
+        self, item: ev.StageItem, chunk_hash: ChunkHash, parent: ChunkHash, slots: list[SlotId]
+    ) -> None:
+        session = self._session
         lease = WriteLease(
-            id=LeaseId(self._d.new_id()),
-            session=session.id,
-            request=item.request,
-            hash=chunk_hash,
-            parent=parent,
-            salt=item.salt,
-            slots=tuple(taken),
-            writers=writers,
-            since_s=now_s,
+            LeaseId(self._d.new_id()),
+            session.id,
+            item.request,
+            chunk_hash,
+            parent,
+            item.salt,
+            tuple(slots),
+            self._writers,
+            self._now_s,
         )
         session.writes_open[lease.id] = lease
         session.staging_bytes += session.chunk_bytes
         self._latest[chunk_hash] = lease
         self._d.residents.attach(parent)
-        return lease
+        self.granted.append(lease)
+        self._chunks_left -= 1
+
+    def _ancestors(self, parent: ChunkHash) -> set[ChunkHash]:
+        """The chunks before the one being staged: none of them is evicted for it.
+
+        Walked once per item, then extended by `stage`.
+        """
+        at: ChunkHash | None = None if self._line else parent
+        while at is not None and at not in self._line:
+            self._line.add(at)
+            before = self._d.residents.index.get(at) or self._latest.get(at)
+            at = before.parent if before else None
+        return self._line

@@ -1,0 +1,493 @@
+"""For engines: one connection to the server that never blocks, never raises, and may be lost.
+
+Calls are sent without waiting and answered in order; the caller reads the socket itself while it
+waits, bounded by a budget per engine step. When the server is slow for longer than `PATIENCE_S` the
+client is `away`: nothing is asked and nothing stored until a background probe succeeds. A watcher
+thread connects, reconnects, probes, unmaps the arena of a dead server and gives late grants back.
+"""
+
+import contextlib
+import enum
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from kvkeep import shm
+from kvkeep.errors import KVKeepError, ProtocolError, Refused, ServerAway, SocketError
+from kvkeep.types import EndOutcome, Role
+from kvkeep.wire import messages as m
+from kvkeep.wire.framing import FrameReader, encode, server_frames
+
+PATIENCE_S = 0.1  # an answer outstanding for longer means `away`
+PROBE_S = 0.05  # how often the watcher looks at the socket while away or while answers are due
+IDLE_S = 0.25
+CONNECT_TIMEOUT_S = 2.0
+RETRY_FIRST_S, RETRY_MOST_S = 0.05, 1.0
+MAX_UNSENT_BYTES = 1 << 20
+_SEND_BUFFER_BYTES = 1 << 20
+
+
+class State(enum.Enum):
+    """What the connection is good for."""
+
+    CONNECTING = "connecting"
+    UP = "up"
+    AWAY = "away"
+    REFUSED = "refused"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The most an engine step may wait for the server, all calls together."""
+
+    step_s: float = 0.002
+
+
+class Call:
+    """One call under way. `reply` is set when it is answered; `lost` when it never will be."""
+
+    __slots__ = ("abandoned", "lost", "message", "reply", "sent_s")
+
+    def __init__(self, message: m.ClientMessage, sent_s: float) -> None:
+        self.message = message
+        self.sent_s = sent_s
+        self.reply: m.ServerMessage | None = None
+        self.lost = False
+        self.abandoned = False
+
+    @property
+    def done(self) -> bool:
+        """Answered or lost."""
+        return self.lost or self.reply is not None
+
+
+class Client:
+    """A connection of one role of a session. Thread-safe; built once, `start()`ed, `close()`d.
+
+    `on_push` is called with pushed messages, in the thread that happened to read them.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        hello: m.Hello,
+        *,
+        budget: Budget | None = None,
+        on_push: Callable[[m.ServerMessage], None] | None = None,
+        log: Callable[[str], None] | None = None,
+    ) -> None:
+        self.path = path
+        self.state = State.CONNECTING
+        self.why = "not connected yet"
+        self.welcome: m.Welcome | None = None
+        self.ready: m.Ready | None = None
+        self.mapping: shm.Mapping | None = None
+        self.max_step_wait_s = 0.0
+        self.waited_s = 0.0  # in the current step
+        self._hello = hello
+        self._budget = budget or Budget()
+        self._on_push = on_push or (lambda _: None)
+        self._log = log or (lambda _: None)
+        self._sock: socket.socket | None = None
+        self._reader: FrameReader[m.ServerMessage] = server_frames()
+        self._unsent = bytearray()
+        self._calls: dict[int, Call] = {}
+        self._seq = 0
+        self._lock = threading.RLock()
+        self._stop = threading.Event()
+        self._watcher: threading.Thread | None = None
+        self._confirms = 0  # the peer id of a lost connection, once nothing of it is mapped
+        self._populated_bytes = 0
+        _forget_after_fork(self)
+
+    # ---- life
+
+    def start(self) -> None:
+        """Connect in the background and stay connected."""
+        self._watcher = threading.Thread(target=self._watch, name="kvkeep-watcher", daemon=True)
+        self._watcher.start()
+
+    def connect(self) -> None:
+        """Connect now, in this thread, once. Raises SocketError, Refused or ProtocolError."""
+        self._connect()
+
+    def close(self) -> None:
+        """Unmap, say Bye and end. Never raises."""
+        self._stop.set()
+        if self._watcher is not None and self._watcher is not threading.current_thread():
+            self._watcher.join(2 * CONNECT_TIMEOUT_S)
+        with self._lock:
+            if self.state is State.CLOSED:
+                return
+            unmapped = self.mapping is None or self.mapping.close()
+            if unmapped and self._sock is not None:
+                self._send(encode(m.Bye()))
+            self._disconnect("closed", State.CLOSED)
+
+    @property
+    def up(self) -> bool:
+        """True when calls may be made."""
+        return self.state is State.UP
+
+    # ---- calls
+
+    def begin_step(self) -> None:
+        """A new engine step: the waiting budget is whole again."""
+        self.max_step_wait_s = max(self.max_step_wait_s, self.waited_s)
+        self.waited_s = 0.0
+
+    def call(self, make: Callable[[int], m.ClientMessage]) -> Call | None:
+        """Send `make(seq)` without waiting; None when the server is away."""
+        with self._lock:
+            if self.state is not State.UP:
+                return None
+            self._seq += 1
+            call = Call(make(self._seq), time.monotonic())
+            self._calls[self._seq] = call
+            if not self._send(encode(call.message)):
+                self._calls.pop(self._seq, None)
+                return None
+            return call
+
+    def notify(self, message: m.ClientMessage) -> None:
+        """Send a notice; lost when there is no connection (then its lease is gone too)."""
+        with self._lock:
+            if self._sock is not None:
+                self._send(encode(message))
+
+    def wait(self, call: Call, most_s: float | None = None) -> bool:
+        """Wait for the answer within the step's budget (and `most_s`); True when it is done.
+
+        Not done in time and older than PATIENCE_S: the client goes `away`.
+        """
+        self.pump()
+        started = time.monotonic()
+        left = self._budget.step_s - self.waited_s
+        deadline = started + max(0.0, left if most_s is None else min(left, most_s))
+        while not call.done:
+            now = time.monotonic()
+            if now >= deadline:
+                break
+            self._poll(deadline - now)
+            self.pump()
+        self.waited_s += time.monotonic() - started
+        if not call.done:
+            self._check_patience()
+        return call.done
+
+    def abandon(self, call: Call) -> None:
+        """The caller no longer wants the answer: what it grants is given back on arrival."""
+        with self._lock:
+            call.abandoned = True
+            if call.reply is not None:
+                self._give_back(call.reply)
+
+    def ask(self, make: Callable[[int], m.ClientMessage], timeout_s: float) -> m.ServerMessage:
+        """For tools, not engines: send and wait. Raises ServerAway or ProtocolError."""
+        call = self.call(make)
+        deadline = time.monotonic() + timeout_s
+        while call is not None and not call.done and time.monotonic() < deadline:
+            self._poll(deadline - time.monotonic())
+            self.pump()
+        if call is None or call.reply is None:
+            raise ServerAway(f"the server at {self.path} did not answer within {timeout_s} s")
+        return call.reply
+
+    def pump(self) -> None:
+        """Read what has arrived, without waiting."""
+        with self._lock:
+            sock = self._sock
+            if sock is None:
+                return
+            if self._unsent:
+                self._send(b"")
+            try:
+                while self._sock is sock:
+                    data = sock.recv(1 << 18)
+                    if not data:
+                        self._disconnect("the server closed the connection", State.CONNECTING)
+                        return
+                    for message in self._reader.feed(data):
+                        self._receive(message)
+            except BlockingIOError:
+                return
+            except (OSError, ProtocolError) as error:
+                self._disconnect(str(error), State.CONNECTING)
+
+    # ---- inside
+
+    def _poll(self, timeout_s: float) -> None:
+        sock = self._sock
+        if sock is None:
+            return
+        poller = select.poll()
+        with contextlib.suppress(OSError, ValueError):  # closed under us: pump sees it
+            poller.register(sock, select.POLLIN)
+            poller.poll(max(0.0, timeout_s) * 1e3)
+
+    def _send(self, frame: bytes) -> bool:
+        """Send what fits; keep the rest. False: too much is waiting, or the socket is dead."""
+        assert self._sock is not None
+        self._unsent += frame
+        try:
+            while self._unsent:
+                sent = self._sock.send(self._unsent)
+                del self._unsent[:sent]
+        except BlockingIOError:
+            if len(self._unsent) > MAX_UNSENT_BYTES:
+                self._disconnect("the server does not read", State.CONNECTING)
+                return False
+        except OSError as error:
+            self._disconnect(str(error), State.CONNECTING)
+            return False
+        return True
+
+    def _receive(self, message: m.ServerMessage) -> None:
+        match message:
+            case m.Found() | m.Granted() | m.Committed() | m.Pong() | m.Answer() | m.Failed():
+                call = self._calls.pop(message.seq, None)
+                if call is None:
+                    self._give_back(message)
+                    return
+                call.reply = message
+                if call.abandoned:
+                    self._give_back(message)
+                if self.state is State.AWAY and not self._calls:
+                    self.state = State.UP
+                    self._log("kvkeep: the server answers again, caching resumes")
+                return
+            case m.Ready():
+                self.ready = message
+            case m.Unready():
+                self.ready = None
+            case m.Grown():
+                self._populated_bytes = message.populated_bytes
+            case _:
+                pass
+        self._on_push(message)
+
+    def _give_back(self, message: m.ServerMessage) -> None:
+        """Release what a late answer grants: nobody has seen its handles."""
+        match message:
+            case m.Found(lease=lease) if lease:
+                ranks = tuple(range(self._hello.world))
+                self.notify(m.End(lease, ranks, EndOutcome.UNUSED))
+            case m.Granted(leases=leases) if leases:
+                self.notify(m.Abort(leases))
+            case _:
+                pass
+
+    def _check_patience(self) -> None:
+        with self._lock:
+            if self.state is not State.UP or not self._calls:
+                return
+            oldest = next(iter(self._calls.values()))
+            if time.monotonic() - oldest.sent_s > PATIENCE_S:
+                self.state = State.AWAY
+                self.why = f"no answer for {PATIENCE_S} s"
+                self._log("kvkeep: the server does not answer; serving without it")
+                for call in self._calls.values():
+                    call.abandoned = True
+
+    def _disconnect(self, why: str, state: State) -> None:
+        """Drop the connection; running copies end before the watcher unmaps."""
+        if self._sock is None:
+            self.state = state
+            return
+        self._sock.close()
+        self._sock = None
+        self._unsent.clear()
+        self.ready = None
+        self.state, self.why = state, why
+        for call in self._calls.values():
+            call.lost = True
+        self._calls.clear()
+        if state is not State.CLOSED:
+            self._log(f"kvkeep: {why}; serving without it")
+        self._on_push(m.Unready(why))
+
+    # ---- the watcher thread
+
+    def _watch(self) -> None:
+        retry_s = RETRY_FIRST_S
+        while not self._stop.is_set():
+            if self._sock is None:
+                self._unmap()
+                try:
+                    self._connect()
+                    retry_s = RETRY_FIRST_S
+                except Refused as error:
+                    self._note_failure(State.REFUSED, str(error))
+                    retry_s = RETRY_MOST_S
+                except KVKeepError as error:
+                    self._note_failure(State.CONNECTING, str(error))
+                if self._sock is None:
+                    self._stop.wait(retry_s)
+                    retry_s = min(2 * retry_s, RETRY_MOST_S)
+                continue
+            self._touch_pages()
+            self._look()
+
+    def _look(self) -> None:
+        """One round: read and judge, then wait a little for a hang-up."""
+        self.pump()
+        self._check_patience()
+        schedules = self._hello.role in (Role.SCHEDULER, Role.BOTH)
+        busy = self._calls or (schedules and self.ready is None)
+        self._await_hangup(PROBE_S if busy else IDLE_S)
+
+    def _await_hangup(self, timeout_s: float) -> None:
+        """Wait without waking for data: callers read their answers themselves."""
+        sock = self._sock
+        if sock is None:
+            return
+        poller = select.poll()
+        with contextlib.suppress(OSError, ValueError):
+            poller.register(sock, select.POLLRDHUP)
+            poller.poll(timeout_s * 1e3)
+
+    def _note_failure(self, state: State, why: str) -> None:
+        with self._lock:
+            if (state, why) != (self.state, self.why):
+                self._log(f"kvkeep: {why}")
+            if self.state is not State.CLOSED:
+                self.state, self.why = state, why
+
+    def _touch_pages(self) -> None:
+        mapping, welcome = self.mapping, self.welcome
+        if mapping is None or welcome is None:
+            return
+        with contextlib.suppress(KVKeepError):
+            mapping.populate(self._populated_bytes)
+
+    def _unmap(self) -> None:
+        """Unmap a dead epoch's arena once its copies have ended."""
+        mapping = self.mapping
+        if mapping is None:
+            return
+        if mapping.close():
+            with self._lock:
+                self.mapping = None
+                if self.welcome is not None:
+                    self._confirms = self.welcome.peer
+        else:
+            self._log("kvkeep: a copy still runs on the old arena; waiting for it")
+
+    def _connect(self) -> None:
+        if self.mapping is not None:
+            return  # a copy still runs: one arena at a time
+        sock = open_socket(self.path)
+        try:
+            hello = msgspec.structs.replace(self._hello, confirms=self._confirms)
+            welcome, fds, reader, more = _handshake(sock, hello)
+        except BaseException:
+            sock.close()
+            raise
+        mapping = None
+        if welcome.has_arena:
+            mapping = shm.Mapping(
+                fds[0],
+                fds[1],
+                arena_bytes=welcome.arena_bytes,
+                slots=welcome.slots,
+                write=welcome.writable,
+            )
+        sock.setblocking(False)
+        with self._lock:
+            self._sock, self._reader = sock, reader
+            self.welcome, self.mapping = welcome, mapping
+            self._populated_bytes = welcome.populated_bytes
+            self._confirms = 0
+            self.state, self.why = State.UP, ""
+            for message in more:
+                self._receive(message)
+        self._log(f"kvkeep: connected to {self.path}")
+
+    def forget_in_child(self) -> None:
+        """In a forked child: own nothing of the parent's connection."""
+        self._lock = threading.RLock()
+        sock, self._sock = self._sock, None
+        if sock is not None:
+            sock.close()
+        if self.mapping is not None:
+            self.mapping.abandon()
+        self.mapping = self.ready = None
+        self._calls.clear()
+        self.state, self.why = State.CLOSED, "this process is a fork of the one that connected"
+        self._stop.set()
+
+
+def open_socket(path: str, timeout_s: float = CONNECT_TIMEOUT_S) -> socket.socket:
+    """A blocking connection to the control socket; raises SocketError with the fix."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(timeout_s)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        sock.connect(path)
+    except PermissionError as error:
+        sock.close()
+        raise SocketError(
+            f"no permission for {path}: it belongs to another user; run as that user, or set "
+            "[socket] group on the server"
+        ) from error
+    except (FileNotFoundError, ConnectionRefusedError) as error:
+        sock.close()
+        raise SocketError(f"no server at {path}: start one with kvkeep serve") from error
+    except OSError as error:
+        sock.close()
+        raise SocketError(f"cannot connect to {path}: {error}") from error
+    return sock
+
+
+def _handshake(
+    sock: socket.socket, hello: m.Hello
+) -> tuple[m.Welcome, list[int], FrameReader[m.ServerMessage], list[m.ServerMessage]]:
+    """Say Hello; returns the welcome, its descriptors, and what was read after it."""
+    try:
+        own = [os.pidfd_open(os.getpid())]
+    except OSError:  # before Linux 5.3
+        own = []
+    reader = server_frames()
+    messages: list[m.ServerMessage] = []
+    fds: list[int] = []
+    try:
+        socket.send_fds(sock, [encode(hello)], own)
+        while not messages:
+            data, got = shm.receive_with_fds(sock, 1 << 16)
+            fds += got
+            if not data:
+                raise SocketError("the server closed the connection during the handshake")
+            messages = reader.feed(data)
+    except OSError as error:
+        raise SocketError(f"the handshake with the server failed: {error}") from error
+    finally:
+        for fd in own:
+            os.close(fd)
+    first = messages.pop(0)
+    if isinstance(first, m.Welcome) and len(fds) == 2 * first.has_arena:
+        return first, fds, reader, messages
+    for fd in fds:
+        os.close(fd)
+    if isinstance(first, m.Refused):
+        raise Refused(first.text)
+    raise ProtocolError("the server's first message is not a welcome")
+
+
+def _forget_after_fork(client: Client) -> None:
+    """A forked child drops the connection; the hook does not keep the client alive."""
+    reference = weakref.ref(client)
+
+    def in_child() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.forget_in_child()
+
+    os.register_at_fork(after_in_child=in_child)

@@ -1,0 +1,244 @@
+"""Connections: handshake with descriptors on the raw socket, then frames on the event loop.
+
+The handshake runs on the raw socket because loop transports cannot pass descriptors. Every peer's
+process is watched through a pidfd; its end, not the socket's, frees what it may still write.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Callable
+from typing import cast
+
+from kvkeep import shm
+from kvkeep.config import LimitsConfig
+from kvkeep.errors import ProtocolError
+from kvkeep.server.service import Log, Service
+from kvkeep.types import PeerId
+from kvkeep.wire import messages as m
+from kvkeep.wire.framing import client_frames, encode
+
+_HELLO_BYTES = 64 << 10
+
+
+class Connection(asyncio.Protocol):
+    """One admitted connection; also its `Link`. Queues pushes until the transport is there."""
+
+    def __init__(self, server: "ControlServer") -> None:
+        self._server = server
+        self._reader = client_frames(server.limits.max_frame_bytes)
+        self._transport: asyncio.Transport | None = None
+        self._queued: list[bytes] = []
+        self.peer = PeerId(0)
+        self.why = "closed by the client"
+
+    def send(self, message: m.ServerMessage) -> None:
+        """Queue one message; a client that does not read is dropped at the bound."""
+        transport = self._transport
+        if transport is None:
+            self._queued.append(encode(message))
+            return
+        transport.write(encode(message))
+        if transport.get_write_buffer_size() > self._server.limits.max_push_queue_bytes:
+            self.why = "it does not read its answers"
+            transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop transports are asyncio.Transport in behaviour only, not by class.
+        self._transport = transport = cast(asyncio.Transport, transport)
+        transport.set_write_buffer_limits(high=self._server.limits.max_push_queue_bytes)
+        for frame in self._queued:
+            transport.write(frame)
+        self._queued.clear()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._reader.feed(data):
+                self._server.service.receive(self.peer, message)
+        except ProtocolError as error:
+            self.why = str(error)
+            assert self._transport is not None
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._reader.pending_bytes and exc is None:
+            self.why = "it ended in the middle of a frame"
+        self._server.lost(self)
+
+    def close(self) -> None:
+        """End the connection from our side."""
+        self.why = "the server stops"
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class ControlServer:
+    """Accepts connections on a listening socket and watches the processes behind them."""
+
+    def __init__(
+        self,
+        service: Service,
+        listener: socket.socket,
+        memory: tuple[shm.SharedArena, shm.GenerationTable],
+        *,
+        limits: LimitsConfig,
+        log: Log,
+    ) -> None:
+        self.service = service
+        self.limits = limits
+        self._listener = listener
+        self._arena, self._table = memory
+        self._log = log
+        self._loop = asyncio.get_running_loop()
+        self._connections: set[Connection] = set()
+        self._watched: dict[PeerId, int] = {}  # peer -> pidfd
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._handshakes: dict[int, Callable[[str], None]] = {}
+
+    def start(self) -> None:
+        """Begin to accept."""
+        self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def stop(self) -> None:
+        """Stop accepting and end every connection."""
+        self._loop.remove_reader(self._listener.fileno())
+        for refuse in list(self._handshakes.values()):
+            refuse("the server stops")
+        for connection in list(self._connections):
+            connection.close()
+        for peer in list(self._watched):
+            self._unwatch(peer)
+
+    def lost(self, connection: Connection) -> None:
+        """A connection ended."""
+        self._connections.discard(connection)
+        self.service.closed(connection.peer, connection.why)
+        if connection.peer not in self.service.directory.peers:
+            self._unwatch(connection.peer)  # it had confirmed before it left
+
+    # ---- handshake
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:  # out of descriptors: say so once per failure, keep serving
+            self._log("accept_failed", why=error.strerror)
+            return
+        sock.setblocking(False)
+        if len(self._connections) + len(self._handshakes) >= self.limits.max_connections:
+            limit = self.limits.max_connections
+            self._refuse(sock, f"[limits] max_connections = {limit} is reached: raise it")
+            return
+        self._expect_hello(sock)
+
+    def _expect_hello(self, sock: socket.socket) -> None:
+        fd = sock.fileno()
+        reader = client_frames(_HELLO_BYTES)
+        fds: list[int] = []
+
+        def end() -> None:
+            timer.cancel()
+            self._loop.remove_reader(fd)
+            del self._handshakes[fd]
+
+        def refuse(why: str) -> None:
+            end()
+            for extra in fds:
+                os.close(extra)
+            self._refuse(sock, why)
+
+        def readable() -> None:
+            try:
+                data, got = shm.receive_with_fds(sock, _HELLO_BYTES)
+                fds.extend(got)
+                messages = reader.feed(data) if data else []
+            except BlockingIOError:
+                return
+            except (ProtocolError, OSError) as error:
+                refuse(f"this is the kvkeep control socket: {error}")
+                return
+            if not data:
+                refuse("it left before it said Hello")
+            elif messages:
+                if (
+                    len(messages) > 1
+                    or reader.pending_bytes
+                    or not isinstance(messages[0], m.Hello)
+                ):
+                    refuse("the first message must be Hello, and nothing may follow it unanswered")
+                    return
+                end()
+                self._admit(sock, messages[0], fds)
+
+        limit_s = self.limits.handshake_timeout_s
+        timer = self._loop.call_later(limit_s, lambda: refuse(f"no Hello within {limit_s} s"))
+        self._handshakes[fd] = refuse
+        self._loop.add_reader(fd, readable)
+
+    def _admit(self, sock: socket.socket, hello: m.Hello, fds: list[int]) -> None:
+        pidfd = shm.peer_pidfd(sock)
+        if pidfd is None and fds:
+            pidfd = fds.pop(0)
+        for extra in fds:
+            os.close(extra)
+        pid = shm.pid_of(pidfd) if pidfd is not None else None
+        connection = Connection(self)
+        answer = self.service.hello(hello, connection, pid=pid, provable=pidfd is not None)
+        if isinstance(answer, m.Refused):
+            if pidfd is not None:
+                os.close(pidfd)
+            self._refuse(sock, answer.text)
+            return
+        connection.peer = PeerId(answer.peer)
+        if pidfd is not None:
+            self._watch(connection.peer, pidfd)
+        self._unwatch(PeerId(hello.confirms))
+        try:
+            self._send_welcome(sock, answer)
+        except OSError as error:
+            connection.why = f"welcome failed: {error.strerror}"
+            sock.close()
+            self.lost(connection)
+            return
+        self._connections.add(connection)
+        task = self._loop.create_task(self._loop.connect_accepted_socket(lambda: connection, sock))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _send_welcome(self, sock: socket.socket, welcome: m.Welcome) -> None:
+        fds: list[int] = []
+        if welcome.has_arena:
+            arena = os.dup(self._arena.fd) if welcome.writable else self._arena.read_only_fd()
+            fds = [arena, os.dup(self._table.fd)]
+        try:
+            frame = encode(welcome)
+            if socket.send_fds(sock, [frame], fds) != len(frame):
+                raise OSError(0, "the client's receive buffer is full")
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _refuse(self, sock: socket.socket, why: str) -> None:
+        self._log("connection_refused", why=why)
+        with contextlib.suppress(OSError):
+            sock.send(encode(m.Refused(why)))
+        sock.close()
+
+    # ---- processes
+
+    def _watch(self, peer: PeerId, pidfd: int) -> None:
+        self._watched[peer] = pidfd
+        self._loop.add_reader(pidfd, self._process_ended, peer)
+
+    def _process_ended(self, peer: PeerId) -> None:
+        self._unwatch(peer)
+        self.service.gone(peer)
+
+    def _unwatch(self, peer: PeerId) -> None:
+        pidfd = self._watched.pop(peer, None)
+        if pidfd is not None:
+            self._loop.remove_reader(pidfd)
+            os.close(pidfd)

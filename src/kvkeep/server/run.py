@@ -1,0 +1,169 @@
+"""Composes one server: memory, core, service, sockets, HTTP; runs it until a signal.
+
+The order matters: everything that can be refused is refused before a client can connect, and what
+was opened is closed in reverse.
+"""
+
+import asyncio
+import gc
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+from kvkeep.config import Config
+from kvkeep.core.directory import Directory, Limits
+from kvkeep.core.eviction import POLICIES
+from kvkeep.errors import MemoryRefused
+from kvkeep.limits import memory_budget, parse_nodes, resolve_l1_size
+from kvkeep.server import http
+from kvkeep.server.endpoint import Endpoint
+from kvkeep.server.logs import EventLog
+from kvkeep.server.rpc import ControlServer
+from kvkeep.server.service import Service
+from kvkeep.shm import GenerationTable, SharedArena
+from kvkeep.types import Epoch
+
+TICK_S = 0.25
+_SMALLEST_OBJECT_BYTES = 4096
+
+
+def serve(config: Config) -> None:
+    """Run a server in this process until SIGTERM or SIGINT. Raises KVKeepError before it starts."""
+    import uvloop
+
+    capacity = resolve_l1_size(config.l1.size, memory_budget(), hugepages=config.l1.hugepages)
+    log = EventLog(config.log.level, as_json=config.log.format == "json")
+    endpoint = Endpoint(config.socket.path, config.socket.group)
+    try:
+        http_socket = http.bind(config.http) if config.http.enabled else None
+        arena = SharedArena(
+            capacity,
+            hugepages=config.l1.hugepages != "off",
+            numa=parse_nodes(config.l1.numa),
+        )
+        slots = min(config.l1.max_objects, capacity // _SMALLEST_OBJECT_BYTES)
+        table = GenerationTable(slots)
+        uvloop.run(Server(config, log, endpoint, (arena, table)).run(http_socket))
+    finally:
+        endpoint.close()
+
+
+class Server:
+    """One epoch: built after its sockets and memory exist."""
+
+    def __init__(
+        self,
+        config: Config,
+        log: EventLog,
+        endpoint: Endpoint,
+        memory: tuple[SharedArena, GenerationTable],
+    ) -> None:
+        self._config = config
+        self._log = log
+        self._endpoint = endpoint
+        self._arena, self._table = memory
+        self.service = Service(
+            Directory(
+                self._table.words,
+                new_id=_random_id,
+                limits=_limits(config),
+                policy=POLICIES[config.policy.eviction](),
+            ),
+            epoch=Epoch(_random_id()),
+            capacity_bytes=self._arena.size_bytes,
+            clock=time.monotonic,
+            log=log,
+        )
+
+    async def run(self, http_socket: socket.socket | None) -> None:
+        """Serve until a signal."""
+        loop = asyncio.get_running_loop()
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        memory = (self._arena, self._table)
+        control = ControlServer(
+            self.service,
+            self._endpoint.socket,
+            memory,
+            limits=self._config.limits,
+            log=self._log,
+        )
+        control.start()
+        web = http.HttpServer(self.service)
+        tasks = [loop.create_task(self._populate()), loop.create_task(self._tick())]
+        web_task = loop.create_task(web.serve([http_socket])) if http_socket is not None else None
+        self._log("serving", **self._description(http_socket))
+        gc.collect()
+        gc.freeze()
+        await stop.wait()
+        self._log("stopping")
+        control.stop()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if web_task is not None:
+            web.should_exit = True
+            await web_task
+        self._log("stopped")
+
+    async def _populate(self) -> None:
+        """Allocate the arena step by step; capacity grows as it goes."""
+        loop = asyncio.get_running_loop()
+        progress = Progress(self._log, self._arena.size_bytes)
+        try:
+            while self._arena.populated_bytes < self._arena.size_bytes:
+                populated = await loop.run_in_executor(None, self._arena.populate_step)
+                self.service.grown(populated)
+                progress(populated)
+        except MemoryRefused as error:
+            self.service.problems["populate"] = str(error)
+            self._log.warn("populate_failed", why=str(error))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.service.tick()
+
+    def _description(self, http_socket: socket.socket | None) -> dict[str, object]:
+        address = http_socket.getsockname() if http_socket is not None else None
+        return {
+            "socket": self._endpoint.path,
+            "http": f"http://{address[0]}:{address[1]}" if address else "off",
+            "l1_bytes": self._arena.size_bytes,
+            "epoch": f"{self.service.epoch:016x}",
+        }
+
+
+class Progress:
+    """A log line at each tenth of the way."""
+
+    def __init__(self, log: Callable[..., None], total: int) -> None:
+        self._log = log
+        self._total = total
+        self._said = 0
+
+    def __call__(self, done: int) -> None:
+        """Say it when another tenth is reached."""
+        tenth = 10 * done // self._total
+        if tenth > self._said:
+            self._said = tenth
+            name = "populated" if done == self._total else "populating"
+            self._log(name, percent=100 * done // self._total, bytes=done)
+
+
+def _limits(config: Config) -> Limits:
+    return Limits(
+        staging_fraction=config.l1.staging_fraction,
+        session_staging_fraction=config.l1.session_staging_fraction,
+        session_reserve_fraction=config.l1.session_reserve_fraction,
+        in_progress_after_s=config.limits.inprogress_after_s,
+        quarantine_s=config.limits.gpu_quarantine_s,
+    )
+
+
+def _random_id() -> int:
+    """A random non-zero 64-bit id."""
+    return secrets.randbits(64) or 1
