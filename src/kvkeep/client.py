@@ -31,6 +31,7 @@ IDLE_S = 0.25
 CONNECT_TIMEOUT_S = 2.0
 RETRY_FIRST_S, RETRY_MOST_S = 0.05, 1.0
 MAX_UNSENT_BYTES = 1 << 20
+TOUCH_BYTES = 256 << 20  # pages touched between two looks at the socket
 _SEND_BUFFER_BYTES = 1 << 20
 
 
@@ -54,10 +55,11 @@ class Budget:
 class Call:
     """One call under way. `reply` is set when it is answered; `lost` when it never will be."""
 
-    __slots__ = ("abandoned", "lost", "message", "reply", "sent_s")
+    __slots__ = ("abandoned", "epoch", "lost", "message", "reply", "sent_s")
 
-    def __init__(self, message: m.ClientMessage, sent_s: float) -> None:
+    def __init__(self, message: m.ClientMessage, sent_s: float, epoch: int) -> None:
         self.message = message
+        self.epoch = epoch  # of the server that will answer; its handles are good in no other
         self.sent_s = sent_s
         self.reply: m.ServerMessage | None = None
         self.lost = False
@@ -92,8 +94,7 @@ class Client:
         self.mapping: shm.Mapping | None = None
         self.max_step_wait_s = 0.0
         self.waited_s = 0.0  # in the current step
-        self._hello = hello
-        self._budget = budget or Budget()
+        self._hello, self._budget = hello, budget or Budget()
         self._on_push = on_push or (lambda _: None)
         self._log = log or (lambda _: None)
         self._sock: socket.socket | None = None
@@ -106,6 +107,7 @@ class Client:
         self._watcher: threading.Thread | None = None
         self._confirms = 0  # the peer id of a lost connection, once nothing of it is mapped
         self._populated_bytes = 0
+        self._connected_s = 0.0
         _forget_after_fork(self)
 
     # ---- life
@@ -115,19 +117,13 @@ class Client:
         self._watcher = threading.Thread(target=self._watch, name="kvkeep-watcher", daemon=True)
         self._watcher.start()
 
-    def connect(self) -> None:
-        """Connect now, in this thread, once. Raises SocketError, Refused or ProtocolError."""
-        self._connect()
-
     def close(self) -> None:
         """Unmap, say Bye and end. Never raises."""
         self._stop.set()
         if self._watcher is not None and self._watcher is not threading.current_thread():
             self._watcher.join(2 * CONNECT_TIMEOUT_S)
+        unmapped = self.mapping is None or self.mapping.close()
         with self._lock:
-            if self.state is State.CLOSED:
-                return
-            unmapped = self.mapping is None or self.mapping.close()
             if unmapped and self._sock is not None:
                 self._send(encode(m.Bye()))
             self._disconnect("closed", State.CLOSED)
@@ -136,6 +132,11 @@ class Client:
     def up(self) -> bool:
         """True when calls may be made."""
         return self.state is State.UP
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the server last connected to; 0 before the first."""
+        return self.welcome.epoch if self.welcome is not None else 0
 
     # ---- calls
 
@@ -150,7 +151,7 @@ class Client:
             if self.state is not State.UP:
                 return None
             self._seq += 1
-            call = Call(make(self._seq), time.monotonic())
+            call = Call(make(self._seq), time.monotonic(), self.epoch)
             self._calls[self._seq] = call
             if not self._send(encode(call.message)):
                 self._calls.pop(self._seq, None)
@@ -168,8 +169,8 @@ class Client:
 
         Not done in time and older than PATIENCE_S: the client goes `away`.
         """
-        self.pump()
         started = time.monotonic()
+        self.pump()  # counted: another thread may hold the lock
         left = self._budget.step_s - self.waited_s
         deadline = started + max(0.0, left if most_s is None else min(left, most_s))
         while not call.done:
@@ -257,9 +258,11 @@ class Client:
                 if call is None:
                     self._give_back(message)
                     return
-                call.reply = message
-                if call.abandoned:
+                if call.abandoned and isinstance(message, m.Found | m.Granted):
+                    call.lost = True  # given back: its handles must not be used by anybody
                     self._give_back(message)
+                else:
+                    call.reply = message
                 if self.state is State.AWAY and not self._calls:
                     self.state = State.UP
                     self._log("kvkeep: the server answers again, caching resumes")
@@ -270,8 +273,6 @@ class Client:
                 self.ready = None
             case m.Grown():
                 self._populated_bytes = message.populated_bytes
-            case _:
-                pass
         self._on_push(message)
 
     def _give_back(self, message: m.ServerMessage) -> None:
@@ -282,8 +283,6 @@ class Client:
                 self.notify(m.End(lease, ranks, EndOutcome.UNUSED))
             case m.Granted(leases=leases) if leases:
                 self.notify(m.Abort(leases))
-            case _:
-                pass
 
     def _check_patience(self) -> None:
         with self._lock:
@@ -317,32 +316,33 @@ class Client:
     # ---- the watcher thread
 
     def _watch(self) -> None:
-        retry_s = RETRY_FIRST_S
+        retry_s = 0.0
         while not self._stop.is_set():
-            if self._sock is None:
-                self._unmap()
-                try:
-                    self._connect()
-                    retry_s = RETRY_FIRST_S
-                except Refused as error:
-                    self._note_failure(State.REFUSED, str(error))
-                    retry_s = RETRY_MOST_S
-                except KVKeepError as error:
-                    self._note_failure(State.CONNECTING, str(error))
-                if self._sock is None:
-                    self._stop.wait(retry_s)
-                    retry_s = min(2 * retry_s, RETRY_MOST_S)
+            if self._sock is not None:
+                self._look()
+                if time.monotonic() - self._connected_s > RETRY_MOST_S:
+                    retry_s = 0.0  # only now: a server that ends every connection is not spun on
                 continue
-            self._touch_pages()
-            self._look()
+            self._unmap()
+            if self._stop.wait(retry_s):
+                return
+            retry_s = min(max(2 * retry_s, RETRY_FIRST_S), RETRY_MOST_S)
+            try:
+                self.connect()
+            except Refused as error:
+                self._note_failure(State.REFUSED, str(error))
+                retry_s = RETRY_MOST_S
+            except KVKeepError as error:
+                self._note_failure(State.CONNECTING, str(error))
 
     def _look(self) -> None:
-        """One round: read and judge, then wait a little for a hang-up."""
+        """One round: read, judge, touch some pages, then wait a little for a hang-up."""
         self.pump()
         self._check_patience()
         schedules = self._hello.role in (Role.SCHEDULER, Role.BOTH)
         busy = self._calls or (schedules and self.ready is None)
-        self._await_hangup(PROBE_S if busy else IDLE_S)
+        wait_s = PROBE_S if busy else IDLE_S
+        self._await_hangup(0.0 if self._touch_pages() else wait_s)
 
     def _await_hangup(self, timeout_s: float) -> None:
         """Wait without waking for data: callers read their answers themselves."""
@@ -361,12 +361,15 @@ class Client:
             if self.state is not State.CLOSED:
                 self.state, self.why = state, why
 
-    def _touch_pages(self) -> None:
-        mapping, welcome = self.mapping, self.welcome
-        if mapping is None or welcome is None:
-            return
-        with contextlib.suppress(KVKeepError):
-            mapping.populate(self._populated_bytes)
+    def _touch_pages(self) -> bool:
+        """Touch one slice of what the server populated; True: there is more to touch."""
+        mapping, populated_bytes = self.mapping, self._populated_bytes
+        if mapping is None or mapping.touched_bytes >= populated_bytes:
+            return False
+        before = mapping.touched_bytes
+        with contextlib.suppress(KVKeepError):  # later faults cost time, nothing else
+            mapping.populate(min(populated_bytes, before + TOUCH_BYTES))
+        return before < mapping.touched_bytes < populated_bytes
 
     def _unmap(self) -> None:
         """Unmap a dead epoch's arena once its copies have ended."""
@@ -381,39 +384,41 @@ class Client:
         else:
             self._log("kvkeep: a copy still runs on the old arena; waiting for it")
 
-    def _connect(self) -> None:
+    def connect(self) -> None:
+        """Connect now, in this thread, once. Raises SocketError, Refused or ProtocolError."""
         if self.mapping is not None:
             return  # a copy still runs: one arena at a time
         sock = open_socket(self.path)
         try:
             hello = msgspec.structs.replace(self._hello, confirms=self._confirms)
             welcome, fds, reader, more = _handshake(sock, hello)
+            mapping = None
+            if welcome.has_arena:
+                mapping = shm.Mapping(
+                    *fds,
+                    arena_bytes=welcome.arena_bytes,
+                    slots=welcome.slots,
+                    write=welcome.writable,
+                )
         except BaseException:
             sock.close()
             raise
-        mapping = None
-        if welcome.has_arena:
-            mapping = shm.Mapping(
-                fds[0],
-                fds[1],
-                arena_bytes=welcome.arena_bytes,
-                slots=welcome.slots,
-                write=welcome.writable,
-            )
         sock.setblocking(False)
         with self._lock:
             self._sock, self._reader = sock, reader
             self.welcome, self.mapping = welcome, mapping
             self._populated_bytes = welcome.populated_bytes
             self._confirms = 0
-            self.state, self.why = State.UP, ""
+            self.state, self.why, self._connected_s = State.UP, "", time.monotonic()
             for message in more:
                 self._receive(message)
         self._log(f"kvkeep: connected to {self.path}")
+        if self._stop.is_set():  # closed meanwhile: nobody else would end this connection
+            self.close()
 
     def forget_in_child(self) -> None:
         """In a forked child: own nothing of the parent's connection."""
-        self._lock = threading.RLock()
+        self._lock, self._watcher = threading.RLock(), None
         sock, self._sock = self._sock, None
         if sock is not None:
             sock.close()
@@ -422,6 +427,7 @@ class Client:
         self.mapping = self.ready = None
         self._calls.clear()
         self.state, self.why = State.CLOSED, "this process is a fork of the one that connected"
+        self._stop = threading.Event()  # the old one's lock may have been held across the fork
         self._stop.set()
 
 
@@ -460,25 +466,26 @@ def _handshake(
     fds: list[int] = []
     try:
         socket.send_fds(sock, [encode(hello)], own)
-        while not messages:
+        while not messages:  # the descriptors come with the first bytes
             data, got = shm.receive_with_fds(sock, 1 << 16)
             fds += got
             if not data:
                 raise SocketError("the server closed the connection during the handshake")
             messages = reader.feed(data)
-    except OSError as error:
+        first = messages.pop(0)
+        if isinstance(first, m.Welcome) and len(fds) == 2 * first.has_arena:
+            return first, fds, reader, messages
+        if isinstance(first, m.Refused):
+            raise Refused(first.text)
+        raise ProtocolError("the server's first message is not a welcome")
+    except (OSError, KVKeepError) as error:
+        own += fds
+        if isinstance(error, KVKeepError):
+            raise
         raise SocketError(f"the handshake with the server failed: {error}") from error
     finally:
         for fd in own:
             os.close(fd)
-    first = messages.pop(0)
-    if isinstance(first, m.Welcome) and len(fds) == 2 * first.has_arena:
-        return first, fds, reader, messages
-    for fd in fds:
-        os.close(fd)
-    if isinstance(first, m.Refused):
-        raise Refused(first.text)
-    raise ProtocolError("the server's first message is not a welcome")
 
 
 def _forget_after_fork(client: Client) -> None:

@@ -15,7 +15,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from kvkeep.errors import MemoryRefused
@@ -28,6 +28,7 @@ _MADV_DONTFORK: Final = 10
 _MADV_POPULATE_READ: Final = 22
 _MADV_POPULATE_WRITE: Final = 23
 _MPOL_BIND: Final = 2
+_WORD_BITS: Final = 64
 _SYS_MBIND: Final = {"x86_64": 237, "aarch64": 235}
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 POPULATE_STEP_BYTES: Final = 32 << 20
@@ -75,7 +76,15 @@ class SharedArena:
             raise MemoryRefused(f"creating an arena of {size_bytes} bytes: {error}") from error
         self.size_bytes = size_bytes
         self.populated_bytes = 0
-        self.address = _map(self.fd, size_bytes, write=True)
+        try:
+            self.address = _map(self.fd, size_bytes, write=True)
+        except MemoryRefused as error:
+            if hugepages:  # the kernel reserves them here, and says only ENOMEM
+                raise MemoryRefused(
+                    f"{error}: {size_bytes >> 21} huge pages of 2 MiB must be free; reserve them "
+                    'with sysctl vm.nr_hugepages or set [l1] hugepages = "off"'
+                ) from error
+            raise
         if numa:
             self._bind(numa)
 
@@ -105,17 +114,21 @@ class SharedArena:
         number = _SYS_MBIND.get(os.uname().machine)
         if number is None:
             raise MemoryRefused(f"[l1] numa is not supported on {os.uname().machine}")
-        mask = ctypes.c_ulong(sum(1 << node for node in nodes))
+        words = max(nodes) // _WORD_BITS + 1
+        mask = (ctypes.c_uint64 * words)()
+        for node in nodes:
+            mask[node // _WORD_BITS] |= 1 << node % _WORD_BITS
         result = _libc.syscall(
             ctypes.c_long(number),
             ctypes.c_void_p(self.address),
             ctypes.c_ulong(self.size_bytes),
             ctypes.c_int(_MPOL_BIND),
             ctypes.byref(mask),
-            ctypes.c_ulong(64),
+            ctypes.c_ulong(words * _WORD_BITS + 1),  # the kernel reads one bit less than it is told
             ctypes.c_uint(0),
         )
-        _check(result, f"binding the arena to NUMA nodes {sorted(nodes)} ([l1] numa)")
+        names = ", ".join(map(str, sorted(nodes)))
+        _check(result, f"this host cannot give memory of NUMA node {names}: correct [l1] numa")
 
 
 class GenerationTable:
@@ -151,20 +164,24 @@ class Mapping:
         self.size_bytes = arena_bytes
         self.writable = write
         self._table_bytes = max(8 * slots, mmap.PAGESIZE)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, arena_fd)
+            undo.callback(os.close, table_fd)
             self.address = _map(arena_fd, arena_bytes, write=write)
-            self._table = _map(table_fd, self._table_bytes, write=False)
-        finally:
-            os.close(arena_fd)
-            os.close(table_fd)
-        for start, size in ((self.address, arena_bytes), (self._table, self._table_bytes)):
-            _check(_libc.madvise(start, size, _MADV_DONTFORK), "MADV_DONTFORK")
+            with contextlib.ExitStack() as unmap:
+                unmap.callback(_libc.munmap, self.address, arena_bytes)
+                self._table = _map(table_fd, self._table_bytes, write=False)
+                unmap.callback(_libc.munmap, self._table, self._table_bytes)
+                for start, size in ((self.address, arena_bytes), (self._table, self._table_bytes)):
+                    _check(_libc.madvise(start, size, _MADV_DONTFORK), "MADV_DONTFORK")
+                unmap.pop_all()
         words = (ctypes.c_uint64 * slots).from_address(self._table)
         self._generations = memoryview(words).cast("B").cast("Q")
         self._users = 0
         self._closed = False
         self._change = threading.Condition()
         self.touched_bytes = 0
+        self.before_unmap: Callable[[], None] | None = None  # e.g. unregister from a device
 
     @contextlib.contextmanager
     def use(self) -> Iterator["Mapping"]:
@@ -206,6 +223,8 @@ class Mapping:
             if not self._change.wait_for(lambda: self._users == 0, timeout_s):
                 return False
             if self.address:
+                if self.before_unmap is not None:
+                    self.before_unmap()
                 self._generations.release()
                 _libc.munmap(self.address, self.size_bytes)
                 _libc.munmap(self._table, self._table_bytes)

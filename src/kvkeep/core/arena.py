@@ -12,7 +12,6 @@ from collections.abc import Callable
 ALIGN_BYTES = 4096
 _STEPS_LOG2 = 5  # 32 bins per doubling
 _STEP_MASK = (1 << _STEPS_LOG2) - 1
-_OWN_BIN_PROBES = 8
 
 
 def rounded(size_bytes: int) -> int:
@@ -33,8 +32,8 @@ def _bin(size_bytes: int) -> int:
 class Arena:
     """Free and taken extents of the populated range, by offset.
 
-    Every populated byte is in exactly one extent. `allocate` and `free` cost O(1) apart from the
-    probes in one bin; `window` walks neighbours only.
+    Every populated byte is in exactly one extent. `allocate` and `free` cost O(1); `window` walks
+    neighbours only.
     """
 
     def __init__(self) -> None:
@@ -143,18 +142,13 @@ class Arena:
         return self._taken[offset] if size is None else size
 
     def _find(self, need: int) -> int | None:
+        """A run of the lowest bin that fits; `need` is a size class, so its own bin begins there."""
         own = _bin(need)
-        for probes, offset in enumerate(self._bins.get(own, ())):
-            if self._free[offset] >= need:
-                return offset
-            if probes >= _OWN_BIN_PROBES:
-                break
-        above = self._nonempty >> (own + 1)
-        if above:
-            lowest = (above & -above).bit_length() + own
-            return next(iter(self._bins[lowest]))
-        # Every run of a higher bin fits; only unprobed runs of the own bin are left.
-        return next((o for o in self._bins.get(own, ()) if self._free[o] >= need), None)
+        fitting = self._nonempty >> own
+        if not fitting:
+            return None
+        lowest = own + (fitting & -fitting).bit_length() - 1
+        return next(iter(self._bins[lowest]))
 
     def _add_free(self, offset: int, size: int) -> None:
         """Insert a free run and merge it with free neighbours."""

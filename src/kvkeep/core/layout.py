@@ -30,10 +30,8 @@ REQUIRED = (
     "parallel",
 )
 
-Value = str | bytes | int | float | bool | None | Sequence["Value"] | Mapping[str, "Value"]
 
-
-def fingerprint(fields: Mapping[str, Value]) -> Fingerprint:
+def fingerprint(fields: Mapping[str, object]) -> Fingerprint:
     """Digest of `fields` (nested str/bytes/int/float/bool/None, lists and str-keyed maps).
 
     Raises ConfigError when a field of REQUIRED is missing or a value has another type.
@@ -44,7 +42,7 @@ def fingerprint(fields: Mapping[str, Value]) -> Fingerprint:
     return Fingerprint(blake3(_LAYOUT + canonical(fields)).digest())
 
 
-def canonical(value: Value) -> bytes:
+def canonical(value: object) -> bytes:
     """Unambiguous bytes of a nested value; maps are sorted by key, sequences keep their order."""
     match value:
         case bool():

@@ -20,6 +20,8 @@ from kvkeep.wire import messages as m
 from kvkeep.wire.framing import client_frames, encode
 
 _HELLO_BYTES = 64 << 10
+_HELLO_DESCRIPTORS = 4  # a client sends one
+_STARVED_S = 0.25  # pause of accepting when the kernel has no descriptor for us
 
 
 class Connection(asyncio.Protocol):
@@ -95,6 +97,7 @@ class ControlServer:
         self._watched: dict[PeerId, int] = {}  # peer -> pidfd
         self._tasks: set[asyncio.Task[object]] = set()
         self._handshakes: dict[int, Callable[[str], None]] = {}
+        self._starved: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Begin to accept."""
@@ -103,6 +106,8 @@ class ControlServer:
     def stop(self) -> None:
         """Stop accepting and end every connection."""
         self._loop.remove_reader(self._listener.fileno())
+        if self._starved is not None:
+            self._starved.cancel()
         for refuse in list(self._handshakes.values()):
             refuse("the server stops")
         for connection in list(self._connections):
@@ -124,15 +129,25 @@ class ControlServer:
             sock, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        except OSError as error:  # out of descriptors: say so once per failure, keep serving
-            self._log("accept_failed", why=error.strerror)
+        except OSError as error:
+            self._pause_accepting(str(error))
             return
+        if self._starved is not None:
+            self._starved = None
+            self._log("accepting_again")
         sock.setblocking(False)
         if len(self._connections) + len(self._handshakes) >= self.limits.max_connections:
             limit = self.limits.max_connections
             self._refuse(sock, f"[limits] max_connections = {limit} is reached: raise it")
             return
         self._expect_hello(sock)
+
+    def _pause_accepting(self, why: str) -> None:
+        """Out of descriptors: the waiting connection stays readable, so look away for a while."""
+        if self._starved is None:
+            self._log("accept_failed", why=why)
+        self._loop.remove_reader(self._listener.fileno())
+        self._starved = self._loop.call_later(_STARVED_S, self.start)
 
     def _expect_hello(self, sock: socket.socket) -> None:
         fd = sock.fileno()
@@ -154,14 +169,17 @@ class ControlServer:
             try:
                 data, got = shm.receive_with_fds(sock, _HELLO_BYTES)
                 fds.extend(got)
+                if len(fds) > _HELLO_DESCRIPTORS:
+                    raise ProtocolError("Hello brings one descriptor at most")
                 messages = reader.feed(data) if data else []
             except BlockingIOError:
                 return
             except (ProtocolError, OSError) as error:
                 refuse(f"this is the kvkeep control socket: {error}")
                 return
-            if not data:
-                refuse("it left before it said Hello")
+            if not data or (messages and _has_left(sock)):
+                # A client that gave up on us while we were stopped must not replace its successor.
+                refuse("it left before the handshake was over")
             elif messages:
                 if (
                     len(messages) > 1
@@ -180,7 +198,7 @@ class ControlServer:
 
     def _admit(self, sock: socket.socket, hello: m.Hello, fds: list[int]) -> None:
         pidfd = shm.peer_pidfd(sock)
-        if pidfd is None and fds:
+        if pidfd is None and fds and shm.pid_of(fds[0]) is not None:
             pidfd = fds.pop(0)
         for extra in fds:
             os.close(extra)
@@ -242,3 +260,13 @@ class ControlServer:
         if pidfd is not None:
             self._loop.remove_reader(pidfd)
             os.close(pidfd)
+
+
+def _has_left(sock: socket.socket) -> bool:
+    """True when the other end closed the connection and nothing is left to read."""
+    try:
+        return not sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

@@ -7,7 +7,7 @@ A call carries `seq` and gets exactly one reply with the same `seq`; notices car
 import msgspec
 
 from kvkeep.core.events import Columns
-from kvkeep.types import GroupKind, RowSpec
+from kvkeep.types import EndOutcome, GroupKind, Role, RowSpec
 
 __all__ = ["Columns", "GroupKind", "RowSpec"]
 
@@ -26,7 +26,7 @@ class Hello(_Message, frozen=True, tag="hello"):
 
     versions: tuple[int, ...]
     session: str
-    role: int
+    role: Role
     rank: int = 0
     world: int = 1
     rows: tuple[RowSpec, ...] = ()
@@ -86,7 +86,7 @@ class End(_Message, frozen=True, tag="end"):
 
     lease: int
     ranks: tuple[int, ...]
-    outcome: int
+    outcome: EndOutcome
     request: str = ""
     device_tokens: int = 0
     loaded_tokens: int = 0

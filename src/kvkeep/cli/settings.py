@@ -1,0 +1,48 @@
+"""Options that several commands share, and how they become one checked configuration.
+
+Every key of the configuration can be given with `--set section.key=value`; the ones people type
+have a flag of their own. The same key twice is refused: nobody should have to know which one wins.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvkeep.config import LoadedConfig, load_config
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="TOML file (default /etc/kvkeep/kvkeep.toml)."),
+]
+Socket = Annotated[
+    str | None, typer.Option("--socket", metavar="PATH", help="The server's control socket.")
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any setting; may be repeated."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+def load(
+    file: Path | None, sets: Sequence[str] | None, flags: Mapping[str, object]
+) -> LoadedConfig:
+    """Merge file, environment and flags; raises ConfigError or a usage error."""
+    given = {key: value for key, value in flags.items() if value is not None}
+    for text in sets or ():
+        key, equals, value = text.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise typer.BadParameter(f"--set {text}: write it as --set section.key=value")
+        if key in given:
+            raise typer.BadParameter(f"--set {text}: {key} is given twice")
+        given[key] = value
+    return load_config(file, os.environ, given)
+
+
+def socket_path(file: Path | None, socket: str | None) -> str:
+    """Where the server is, from the same sources as the server's own configuration."""
+    return load(file, None, {"socket.path": socket}).config.socket.path

@@ -1,0 +1,207 @@
+"""Tables for people, one function per command. Units are for reading; programs take --json."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any, Literal
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvkeep.doctor import Check, Status
+from kvkeep.limits import format_bytes
+
+PIPE_COLUMNS = 200
+_COLOURS = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "red"}
+_L1_ROWS = (
+    ("capacity", "configured"),
+    ("populated", "backed by memory now"),
+    ("free", "can be taken at once"),
+    ("resident", "holds KV that can be found"),
+    ("reserved", "of it, being read: not evicted"),
+    ("staging", "being written by engines"),
+    ("orphaned", "its writer left and may still write"),
+    ("quarantined", "its writer died with DMA in flight"),
+)
+
+
+def show_status(status: dict[str, Any]) -> None:
+    """The server, its L1, its sessions, its problems."""
+    up = _duration(status["uptime_s"])
+    _print(Text(f"kvkeep {status['version']}  up {up}  epoch {status['epoch']}"))
+    for problem in status.get("problems", ()):
+        _print(Text(f"problem: {problem}", style="red"))
+    l1 = status["l1"]
+    table = _table("L1", "bytes>", "of L1>", "")
+    for name, meaning in _L1_ROWS:
+        size_bytes = l1[f"{name}_bytes"]
+        share = f"{100 * size_bytes / max(1, l1['capacity_bytes']):.1f} %"
+        table.add_row(name, format_bytes(size_bytes), share, meaning)
+    _print(table)
+    _print(Text(f"{l1['objects']} objects, {status['leases']} leases open"))
+    _print(_sessions(status["sessions"]))
+    for backend in status["l2"]:
+        _print(Text(f"L2: {backend}"))
+
+
+def show_leases(leases: Sequence[dict[str, Any]]) -> None:
+    """Every lease; old ones marked."""
+    if not leases:
+        _print(Text("no leases are open"))
+        return
+    table = _table("lease", "kind", "session", "request", "chunks>", "bytes>", "age>", "pids")
+    for row in leases:
+        table.add_row(
+            row["lease"],
+            row["kind"],
+            row["session"],
+            row["request"],
+            str(row["chunks"]),
+            format_bytes(row["bytes"]),
+            _duration(row["age_s"]),
+            _numbers(row["pids"]),
+            style="yellow" if row["old"] else None,
+        )
+    _print(table)
+
+
+def show_explanation(answer: dict[str, Any]) -> None:
+    """One request: tokens by tier, chunks in ranges, the timeline."""
+    _print(Text(f"request {answer['request']}", style="bold"))
+    hit = answer["hit_tokens"]
+    tiers = [("device", hit["device"]), ("L1", hit["l1"])]
+    tiers += [(f"L2 {name}", tokens) for name, tokens in hit["l2"].items()]
+    table = _table("tokens", ">")
+    table.add_row("prompt", str(answer["prompt_tokens"]))
+    for name, tokens in tiers:
+        table.add_row(f"from {name}", str(tokens))
+    _print(table)
+    if answer["saved_ms"] is not None:
+        _print(Text(f"saved about {answer['saved_ms']:.0f} ms"))
+    if answer["chunks"]:
+        _print(_chunks(answer["chunks"]))
+    table = _table("ms>", "event")
+    for item in answer["timeline"]:
+        table.add_row(f"{item['t_ms']:.1f}", item["event"])
+    _print(table)
+
+
+def show_cleared(answer: dict[str, Any]) -> None:
+    """How much was forgotten, and what is still held."""
+    l1 = answer["status"]["l1"]
+    left = l1["staging_bytes"] + l1["reserved_bytes"]
+    text = f"cleared {answer['cleared_chunks']} chunks; {format_bytes(l1['free_bytes'])} free"
+    if left:
+        text += f", {format_bytes(left)} in use by engines"
+    _print(Text(text))
+
+
+def show_config(found: Sequence[dict[str, Any]]) -> None:
+    """Key, value, source."""
+    table = _table("key", "value", "source")
+    for row in found:
+        value = row["value"]
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        style = "dim" if row["source"].startswith("default") else None
+        table.add_row(row["key"], text or '""', row["source"], style=style)
+    _print(table)
+
+
+def show_checks(checks: Sequence[Check]) -> None:
+    """Each check, and below it what to do."""
+    table = _table("", "check", "found")
+    for check in checks:
+        found = Text(check.detail)
+        if check.fix:
+            found.append(f"\nfix: {check.fix}", style=_COLOURS[check.status])
+        table.add_row(Text(check.status.value, style=_COLOURS[check.status]), check.name, found)
+    _print(table)
+
+
+def show_object_bench(report: dict[str, Any]) -> None:
+    """Copies against memcpy, lookups against a round trip."""
+    table = _table(
+        "shape", "bytes>", "memcpy GB/s>", "store>", "retrieve>", "store/memcpy>",
+        "retrieve/memcpy>", "verified",
+    )  # fmt: skip
+    for row in report["shapes"]:
+        table.add_row(
+            row["name"],
+            format_bytes(row["bytes"]),
+            *(f"{row[f'{what}_gbps']:.2f}" for what in ("memcpy", "store", "retrieve")),
+            f"{row['store_over_memcpy']:.2f}",
+            f"{row['retrieve_over_memcpy']:.2f}",
+            Text("yes", style="green") if row["verified"] else Text("NO", style="red"),
+        )
+    _print(table)
+    table = _table("lookup, chunks>", "p50 us>", "p99 us>", "round trip us>", "hashing us>")
+    for row in report["lookup"]:
+        keys = ("p50_us", "p99_us", "socket_rtt_us", "hash_us")
+        table.add_row(str(row["chunks"]), *(f"{row[key]:.0f}" for key in keys))
+    _print(table)
+
+
+def _sessions(sessions: Sequence[dict[str, Any]]) -> Table | Text:
+    if not sessions:
+        return Text("no sessions")
+    table = _table("session", "model", "client", "ranks", "state", "chunk>", "reserved>", "pids")
+    for row in sessions:
+        table.add_row(
+            row["session"],
+            row["model"],
+            row["client"],
+            f"{len(row['ranks'])} of {row['world']}",
+            ("ready" if row["ready"] else "waiting") + ("" if row["writes"] else ", reads only"),
+            format_bytes(row["chunk_bytes"]),
+            format_bytes(row["reserved_bytes"]),
+            _numbers(row["pids"]),
+        )
+    return table
+
+
+def _chunks(chunks: Sequence[dict[str, Any]]) -> Table:
+    table = _table("chunks", "outcome", "tier", "reason", "")
+    for first, last, row in ranges(chunks):
+        span = str(first) if first == last else f"{first}-{last}"
+        cells = (row[key] or "" for key in ("outcome", "tier", "reason", "detail"))
+        table.add_row(span, *cells)
+    return table
+
+
+def ranges(chunks: Sequence[dict[str, Any]]) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Neighbours that differ only in their index, as (first index, last index, the first row)."""
+
+    def what(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(value for key, value in sorted(row.items()) if key != "index")
+
+    for _, group in groupby(chunks, key=what):
+        rows = list(group)
+        yield rows[0]["index"], rows[-1]["index"], rows[0]
+
+
+def _table(*heads: str) -> Table:
+    """Columns by their headings; one that ends in ">" is aligned to the right."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for head in heads:
+        justify: Literal["left", "right"] = "right" if ">" in head else "left"
+        table.add_column(head.rstrip(">"), justify=justify, overflow="fold")
+    return table
+
+
+def _print(what: Table | Text) -> None:
+    # In a pipe there is no width: lines that wrap at 80 would break what people grep for.
+    width = None if sys.stdout.isatty() else PIPE_COLUMNS
+    Console(highlight=False, width=width).print(what)
+
+
+def _numbers(values: Sequence[int]) -> str:
+    return " ".join(map(str, values))
+
+
+def _duration(seconds: float) -> str:
+    for unit, scale in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= scale:
+            return f"{seconds / scale:.1f} {unit}"
+    return f"{seconds:.1f} s"
