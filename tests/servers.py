@@ -178,8 +178,10 @@ def _while_running(server: Server, *, populated: bool) -> Iterator[Server]:
 
 
 def _flag(name: str, value: object) -> list[str]:
-    """`no_http=True` is `--no-http`; everything else takes a value."""
+    """`no_http=True` is `--no-http`; everything else takes a value; None is not given."""
     option = "--" + name.replace("_", "-")
+    if value is None:
+        return []
     if isinstance(value, bool):
         return [option] if value else []
     return [option, str(value)]

@@ -145,10 +145,16 @@ class Client:
         self.max_step_wait_s = max(self.max_step_wait_s, self.waited_s)
         self.waited_s = 0.0
 
-    def call(self, make: Callable[[int], m.ClientMessage]) -> Call | None:
-        """Send `make(seq)` without waiting; None when the server is away."""
+    def call(
+        self, make: Callable[[int], m.ClientMessage], *, even_away: bool = False
+    ) -> Call | None:
+        """Send `make(seq)` without waiting; None when the server is away.
+
+        `even_away` queues it for a server that is only slow: for what ends a lease.
+        """
         with self._lock:
-            if self.state is not State.UP:
+            away = even_away and self.state is State.AWAY
+            if self.state is not State.UP and not away:
                 return None
             self._seq += 1
             call = Call(make(self._seq), time.monotonic(), self.epoch)

@@ -57,6 +57,21 @@ def _map(fd: int, size_bytes: int, *, write: bool) -> int:
     return int(address)
 
 
+def _sealed_memfd(size_bytes: int, *, hugepages: bool) -> int:
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    flags |= (_MFD_HUGETLB | _MFD_HUGE_2MB) if hugepages else 0
+    try:
+        fd = os.memfd_create("kvkeep-arena", flags)
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, fd)
+            os.ftruncate(fd, size_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
+            undo.pop_all()
+    except OSError as error:
+        raise MemoryRefused(f"creating an arena of {size_bytes} bytes: {error}") from error
+    return fd
+
+
 class SharedArena:
     """The server's KV memory: a sealed memfd of fixed size, populated step by step.
 
@@ -66,27 +81,24 @@ class SharedArena:
     def __init__(
         self, size_bytes: int, *, hugepages: bool = False, numa: frozenset[int] = frozenset()
     ) -> None:
-        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-        flags |= (_MFD_HUGETLB | _MFD_HUGE_2MB) if hugepages else 0
-        try:
-            self.fd = os.memfd_create("kvkeep-arena", flags)
-            os.ftruncate(self.fd, size_bytes)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
-        except OSError as error:
-            raise MemoryRefused(f"creating an arena of {size_bytes} bytes: {error}") from error
         self.size_bytes = size_bytes
         self.populated_bytes = 0
-        try:
-            self.address = _map(self.fd, size_bytes, write=True)
-        except MemoryRefused as error:
-            if hugepages:  # the kernel reserves them here, and says only ENOMEM
-                raise MemoryRefused(
+        with contextlib.ExitStack() as undo:
+            self.fd = _sealed_memfd(size_bytes, hugepages=hugepages)
+            undo.callback(os.close, self.fd)
+            try:
+                self.address = _map(self.fd, size_bytes, write=True)
+            except MemoryRefused as error:
+                if not hugepages:
+                    raise
+                raise MemoryRefused(  # the kernel reserves them here, and says only ENOMEM
                     f"{error}: {size_bytes >> 21} huge pages of 2 MiB must be free; reserve them "
                     'with sysctl vm.nr_hugepages or set [l1] hugepages = "off"'
                 ) from error
-            raise
-        if numa:
-            self._bind(numa)
+            undo.callback(_libc.munmap, self.address, size_bytes)
+            if numa:
+                self._bind(numa)
+            undo.pop_all()
 
     def populate_step(self) -> int:
         """Allocate the next step of pages (releases the GIL); returns bytes populated so far."""
@@ -154,8 +166,8 @@ class GenerationTable:
 class Mapping:
     """A client's view of one epoch's arena and generation table. Takes over both descriptors.
 
-    `use()` guards every copy: after `close()` it raises MemoryRefused, and `close()` waits for the
-    copies that run. In a forked child call `abandon()`: the pages are not there.
+    `use()` guards every copy: after `close()` it raises MemoryRefused, and the pages go when no
+    copy runs. In a forked child call `abandon()`: the pages are not there.
     """
 
     def __init__(
@@ -195,6 +207,8 @@ class Mapping:
         finally:
             with self._change:
                 self._users -= 1
+                if self._closed:
+                    self._unmap_if_unused()
                 self._change.notify_all()
 
     def generation(self, slot: int) -> int:
@@ -217,19 +231,23 @@ class Mapping:
             self.touched_bytes += step
 
     def close(self, timeout_s: float = 1.0) -> bool:
-        """Refuse new copies, wait for running ones, unmap. False: a copy still ran at the end."""
+        """Refuse new copies, wait for running ones, unmap.
+
+        False: a copy still ran at the end of the wait; the last one to end unmaps.
+        """
         with self._change:
             self._closed = True
-            if not self._change.wait_for(lambda: self._users == 0, timeout_s):
-                return False
-            if self.address:
-                if self.before_unmap is not None:
-                    self.before_unmap()
-                self._generations.release()
-                _libc.munmap(self.address, self.size_bytes)
-                _libc.munmap(self._table, self._table_bytes)
-                self.address = 0
-        return True
+            self._unmap_if_unused()
+            return self._change.wait_for(lambda: self.address == 0, timeout_s)
+
+    def _unmap_if_unused(self) -> None:
+        if self._users == 0 and self.address:
+            if self.before_unmap is not None:
+                self.before_unmap()
+            self._generations.release()
+            _libc.munmap(self.address, self.size_bytes)
+            _libc.munmap(self._table, self._table_bytes)
+            self.address = 0
 
     def abandon(self) -> None:
         """Forget the mapping without touching memory (forked child)."""

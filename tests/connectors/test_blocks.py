@@ -306,6 +306,7 @@ def test_the_description_tells_meanings_apart_and_not_pool_sizes() -> None:
 
     base = described("layer_major", 5, torch.float32, 8)
     assert described("layer_major", 9, torch.float32, 8) == base
+    assert described("layer_major", 1, torch.float32, 8) == base
     assert described("separate", 5, torch.float32, 8) == base
     assert described("block_major", 5, torch.float32, 8) != base
     assert described("layer_major", 5, torch.int32, 8) != base
@@ -373,12 +374,14 @@ def test_the_interpreter_is_free_during_a_scatter() -> None:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    begin = time.perf_counter()
-    for _ in range(5):
-        device.scatter([(extents.address(0), [1, 0])])
-    each_s = (time.perf_counter() - begin) / 5
-    stop.set()
-    watcher.join()
+    try:
+        begin = time.perf_counter()
+        for _ in range(5):
+            device.scatter([(extents.address(0), [1, 0])])
+        each_s = (time.perf_counter() - begin) / 5
+    finally:
+        stop.set()
+        watcher.join()
     assert sorted(gaps)[len(gaps) // 2] < each_s / 2
 
 

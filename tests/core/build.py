@@ -25,7 +25,7 @@ from kvkeep.types import (
 
 PAGE = 4096
 FULL = (RowSpec(0, GroupKind.FULL_ATTENTION, PAGE),)
-NO_CAPS = Limits(staging_fraction=1.0, session_staging_fraction=1.0, session_reserve_fraction=1.0)
+NO_CAPS = Limits(staging_fraction=9.0, session_staging_fraction=1.0, session_reserve_fraction=1.0)
 
 
 def row(pages: int, kind: GroupKind = GroupKind.FULL_ATTENTION, window: int = 0) -> RowSpec:
@@ -61,8 +61,12 @@ def words(packed: bytes) -> list[int]:
 class World:
     """One directory, its generation table, a clock, and a scheduler-and-worker per session."""
 
-    def __init__(self, pages: int, *, slots: int = 4096, limits: Limits = NO_CAPS) -> None:
+    def __init__(
+        self, pages: int, *, slots: int = 4096, limits: Limits = NO_CAPS, check_every: int = 1
+    ) -> None:
         self.generations = [0] * slots
+        self._check_every = check_every
+        self._events = 0
         self._ids = count(1)
         self.directory = Directory(self.generations, lambda: next(self._ids), limits=limits)
         self.now_s = 100.0
@@ -72,7 +76,9 @@ class World:
 
     def do(self, event: ev.Event) -> ev.Reply:
         reply, self.effects = self.directory.handle(event, self.now_s)
-        check(self.directory)
+        self._events += 1
+        if self._events % self._check_every == 0:
+            check(self.directory)
         return reply
 
     def join(
@@ -133,12 +139,17 @@ class World:
     def store(
         self, session: str, hashes: Sequence[ChunkHash], *, salt: str | None = None
     ) -> list[StageOutcome]:
-        """Stage and commit a chain one chunk at a time, as an engine does over its steps."""
+        """Stage and commit a chain one chunk at a time, as an engine does over its steps.
+
+        Stops at the first chunk that got no memory: what follows would not be found.
+        """
         outcomes: list[StageOutcome] = []
         for position in range(len(hashes) - 1):
             staged = self.stage(session, hashes, position, position + 1, salt=salt)
             self.commit(session, staged.leases)
             outcomes += staged.outcomes
+            if staged.outcomes[0] in (StageOutcome.NO_ROOM, StageOutcome.OVER_CAP):
+                break
         return outcomes
 
     def lookup(

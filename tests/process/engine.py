@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
-from kvkeep.client import Client
+from kvkeep.client import Budget, Client
 from kvkeep.core.keys import extend_chain, root_hash
 from kvkeep.errors import ServerAway
 from kvkeep.types import (
@@ -69,6 +69,11 @@ def hello(session: str, **changes: object) -> m.Hello:
     return m.Hello(**{**fields, **changes})  # type: ignore[arg-type]
 
 
+def chain(root: ChunkHash, request: int, chunks: int = CHAIN_CHUNKS) -> list[ChunkHash]:
+    """The keys of one request; equal in every engine of this layout."""
+    return extend_chain(root, [request] * (chunks * CHUNK_TOKENS), CHUNK_TOKENS)
+
+
 def no_point(_: str) -> None:
     """A point that does nothing."""
 
@@ -88,7 +93,11 @@ class Engine:
         self.log: list[str] = []
         self.session = session
         self.client = Client(
-            path, hello(session, **changes), log=self.log.append, on_push=on_push
+            path,
+            hello(session, **changes),
+            budget=Budget(step_s=ANSWER_S),
+            log=self.log.append,
+            on_push=on_push,
         )
         self.client.start()
         self._point = point
@@ -104,21 +113,34 @@ class Engine:
         until(lambda: self.client.up and self.client.ready is not None, timeout_s, self.log)
         return self
 
-    def keys(self, request: int, chunks: int = CHAIN_CHUNKS) -> list[ChunkHash]:
-        """The chain of one request; equal in every engine of this layout."""
+    def ask(self, make: Callable[[int], m.ClientMessage], then: str) -> m.ServerMessage:
+        """Call, pass the point `then`, and wait; again when a busy machine made us impatient."""
+        deadline = time.monotonic() + ANSWER_S
+        while time.monotonic() < deadline:
+            self.client.begin_step()
+            call = self.client.call(make)
+            self._point(then)
+            if call is not None and self.client.wait(call) and call.reply is not None:
+                return call.reply
+            time.sleep(0.002)
+        raise ServerAway(f"{self.session}: {self.client.why}: {self.log}")
+
+    def root(self) -> ChunkHash:
+        """The parent of every first chunk."""
         ready = self.client.ready
         if ready is None:
             raise ServerAway("the session is not ready")
-        root = root_hash(Fingerprint(ready.fingerprint))
-        return extend_chain(root, [request] * (chunks * CHUNK_TOKENS), CHUNK_TOKENS)
+        return root_hash(Fingerprint(ready.fingerprint))
+
+    def keys(self, request: int, chunks: int = CHAIN_CHUNKS) -> list[ChunkHash]:
+        """The chain of one request."""
+        return chain(self.root(), request, chunks)
 
     def stage(self, request: int, chunks: int = CHAIN_CHUNKS) -> Held:
         """Take extents for what is not stored yet."""
         keys = self.keys(request, chunks)
-        root = root_hash(Fingerprint(FINGERPRINT))
-        item = m.StageItem(str(request), root, b"".join(keys))
-        self._point("stage")
-        answer = self.client.ask(lambda seq: m.Stage(seq, (item,)), ANSWER_S)
+        item = m.StageItem(str(request), self.root(), b"".join(keys))
+        answer = self.ask(lambda seq: m.Stage(seq, (item,)), then="stage")
         assert isinstance(answer, m.Granted)
         granted = zip(keys, answer.outcomes, strict=True)
         mine = [key for key, outcome in granted if outcome == StageOutcome.GRANTED]
@@ -139,11 +161,9 @@ class Engine:
 
     def commit(self, held: Held) -> list[CommitOutcome]:
         """Publish what was staged."""
-        call = self.client.call(lambda seq: m.Commit(seq, held.leases))
-        if call is None:
-            raise ServerAway("the client is away")
-        self._point("commit")
-        return [CommitOutcome(outcome) for outcome in self._outcomes(call.message)]
+        answer = self.ask(lambda seq: m.Commit(seq, held.leases), then="commit")
+        assert isinstance(answer, m.Committed)
+        return [CommitOutcome(outcome) for outcome in answer.outcomes]
 
     def store(self, request: int, chunks: int = CHAIN_CHUNKS) -> int:
         """Stage, copy, commit; how many chunks this published."""
@@ -151,15 +171,13 @@ class Engine:
         if not held.leases:
             return 0
         self.fill(held)
-        answer = self.client.ask(lambda seq: m.Commit(seq, held.leases), ANSWER_S)
-        assert isinstance(answer, m.Committed)
-        return answer.outcomes.count(CommitOutcome.COMMITTED)
+        return self.commit(held).count(CommitOutcome.COMMITTED)
 
     def lookup(self, request: int, chunks: int = CHAIN_CHUNKS) -> Held:
         """Reserve what is resident of a chain."""
         keys = self.keys(request, chunks)
         packed = b"".join(keys)
-        answer = self.client.ask(lambda seq: m.Lookup(seq, str(request), packed), ANSWER_S)
+        answer = self.ask(lambda seq: m.Lookup(seq, str(request), packed), then="lookup")
         assert isinstance(answer, m.Found)
         leases = (answer.lease,) if answer.lease else ()
         return _held(leases, keys[: answer.chunks] if leases else [], answer.columns)

@@ -73,7 +73,7 @@ def run_object_bench(plan: Plan, say: Say) -> dict[str, Any]:
         )
     if plan.chunks < 1:
         raise BenchFailed(f"a request of {plan.tokens} tokens has no whole chunk: {CHUNK_TOKENS}")
-    with _server(plan) as path:
+    with _no_gc(), _server(plan) as path:
         shapes = [
             _measure_shape(path, SHAPES[name], plan, say, scattered=scattered)
             for name in plan.shapes
@@ -118,9 +118,8 @@ def _measure_shape(
         for number in range(_WARM_ROUNDS + plan.rounds):
             pool.shuffle()
             into = times if number >= _WARM_ROUNDS else _Times()
-            with _no_gc():
-                hashes = _store(session, pool, f"{name} {plan.seed} {number}", into)
-                _retrieve(session, pool, hashes, into)
+            hashes = _store(session, pool, f"{name} {plan.seed} {number}", into)
+            _retrieve(session, pool, hashes, into)
             verified = pool.equal() and verified
             session.forget(b"".join(hashes))
             say(f"{name}: round {number + 1} of {_WARM_ROUNDS + plan.rounds}")
@@ -177,6 +176,7 @@ def _rates(moved_bytes: int, times: _Times) -> dict[str, float]:
     def gbps(seconds: list[float]) -> float:
         return moved_bytes / statistics.median(seconds) / 1e9
 
+    copy_s = statistics.median(times.store_copy)
     memcpy, store, retrieve = gbps(times.memcpy), gbps(times.store), gbps(times.retrieve)
     return {
         "memcpy_gbps": round(memcpy, 3),
@@ -186,6 +186,7 @@ def _rates(moved_bytes: int, times: _Times) -> dict[str, float]:
         "retrieve_over_memcpy": round(retrieve / memcpy, 3),
         "store_copy_gbps": round(gbps(times.store_copy), 3),
         "retrieve_copy_gbps": round(gbps(times.retrieve_copy), 3),
+        "store_calls_ms": round(1e3 * (statistics.median(times.store) - copy_s), 3),
     }
 
 
@@ -208,15 +209,14 @@ def _measure_lookups(path: str, plan: Plan, say: Say) -> Iterator[dict[str, Any]
 def _measure_lookup(session: Session, hashes: bytes, samples: int) -> dict[str, Any]:
     lookups: list[float] = []
     pings: list[float] = []
-    with _no_gc():
-        for _ in range(samples):
-            started = time.perf_counter()
-            session.ask(m.Pong, lambda seq: m.Ping(seq))
-            pings.append(time.perf_counter() - started)
-            started = time.perf_counter()
-            handles = session.lookup(hashes)
-            lookups.append(time.perf_counter() - started)
-            session.release(handles.lease)
+    for _ in range(samples):
+        started = time.perf_counter()
+        session.ask(m.Pong, lambda seq: m.Ping(seq))
+        pings.append(time.perf_counter() - started)
+        started = time.perf_counter()
+        handles = session.lookup(hashes)
+        lookups.append(time.perf_counter() - started)
+        session.release(handles.lease)
     chunks = len(hashes) // 32
     return {
         "chunks": chunks,
@@ -254,9 +254,8 @@ def _tokens(chunks: int) -> list[int]:
 
 @contextmanager
 def _no_gc() -> Iterator[None]:
-    """Keep the collector out of a measurement, as `timeit` does."""
+    """Keep the collector out of the measurements, as `timeit` does."""
     was_enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield

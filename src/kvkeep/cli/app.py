@@ -1,13 +1,13 @@
 """The commands and their options. Each does its work in a room below and prints what came back."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvkeep import __version__
-from kvkeep.cli.settings import ConfigFile, Json, Sets, Socket, load, socket_path
+from kvkeep.cli import measure
+from kvkeep.cli.settings import ConfigFile, Json, Sets, Socket, load, print_json, socket_path
 
 app = typer.Typer(
     name="kvkeep",
@@ -17,12 +17,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-bench = typer.Typer(help="Measure on this machine.", rich_markup_mode=None)
-app.add_typer(bench, name="bench")
-
-
-def _print_json(body: object) -> None:
-    print(json.dumps(body, indent=2))
+app.add_typer(measure.bench, name="bench")
+app.command()(measure.simulate)
+app.command()(measure.demo)
 
 
 def _version(wanted: bool) -> None:
@@ -88,7 +85,7 @@ def status(config: ConfigFile = None, socket: Socket = None, as_json: Json = Fal
     """What the server holds, and who is connected."""
     answer = _ask(config, socket, "status")
     if as_json:
-        _print_json(answer)
+        print_json(answer)
     else:
         from kvkeep.cli.show import show_status
 
@@ -100,7 +97,7 @@ def leases(config: ConfigFile = None, socket: Socket = None, as_json: Json = Fal
     """What sessions hold for reading or writing, oldest first."""
     answer = _ask(config, socket, "leases")
     if as_json:
-        _print_json(answer)
+        print_json(answer)
     else:
         from kvkeep.cli.show import show_leases
 
@@ -119,7 +116,7 @@ def explain(
     """Why a request hit or missed, chunk by chunk, and what happened when."""
     answer = _ask(config, socket, "explain", request)
     if as_json:
-        _print_json(answer)
+        print_json(answer)
     else:
         from kvkeep.cli.show import show_explanation
 
@@ -138,7 +135,7 @@ def clear(
     """Forget every chunk in L1."""
     answer = _ask(config, socket, "clear", "force" if force else "")
     if as_json:
-        _print_json(answer)
+        print_json(answer)
     else:
         from kvkeep.cli.show import show_cleared
 
@@ -157,7 +154,7 @@ def show_configuration(
         for key, value, source in rows(load(config, sets, {"socket.path": socket}))
     ]
     if as_json:
-        _print_json(found)
+        print_json(found)
     else:
         from kvkeep.cli.show import show_config
 
@@ -186,45 +183,12 @@ def doctor(
             {"name": c.name, "status": c.status.value, "detail": c.detail, "fix": c.fix}
             for c in checks
         ]
-        _print_json({"status": result.value, "checks": rows})
+        print_json({"status": result.value, "checks": rows})
     else:
         from kvkeep.cli.show import show_checks
 
         show_checks(checks)
     raise typer.Exit(int(result is Status.FAIL))
-
-
-@bench.command("object")
-def bench_object(
-    tokens: Annotated[int, typer.Option(min=256, help="Tokens of one request.")] = 4_096,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds per shape; medians are kept.")] = 11,
-    shape: Annotated[
-        list[str] | None, typer.Option(help="SmolLM2-135M or 8B; may be repeated. Default: both.")
-    ] = None,
-    socket: Annotated[
-        str | None,
-        typer.Option(metavar="PATH", help="A running server, instead of one of the bench's own."),
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Store, retrieve and look up against memcpy, with a server process of its own."""
-    from kvkeep.bench.object import Plan, run_object_bench
-    from kvkeep.bench.shapes import SHAPES
-    from kvkeep.cli.progress import progress
-
-    for name in shape or ():
-        if name not in SHAPES:
-            raise typer.BadParameter(f"--shape {name}: known are {', '.join(SHAPES)}")
-    plan = Plan(tokens, rounds, tuple(shape or SHAPES), socket)
-    with progress() as say:
-        report = run_object_bench(plan, say)
-    if as_json:
-        _print_json(report)
-    else:
-        from kvkeep.cli.show import show_object_bench
-
-        show_object_bench(report)
-    raise typer.Exit(0 if all(row["verified"] for row in report["shapes"]) else 1)
 
 
 def _ask(config: Path | None, socket: str | None, what: str, argument: str = "") -> Any:  # noqa: ANN401 - JSON

@@ -1,9 +1,10 @@
-"""Options that several commands share, and how they become one checked configuration.
+"""Options that several commands share: the configuration they make, the JSON they print.
 
 Every key of the configuration can be given with `--set section.key=value`; the ones people type
 have a flag of their own. The same key twice is refused: nobody should have to know which one wins.
 """
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,3 +47,8 @@ def load(
 def socket_path(file: Path | None, socket: str | None) -> str:
     """Where the server is, from the same sources as the server's own configuration."""
     return load(file, None, {"socket.path": socket}).config.socket.path
+
+
+def print_json(body: object) -> None:
+    """The answer for programs, on stdout."""
+    print(json.dumps(body, indent=2))

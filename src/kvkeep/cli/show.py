@@ -143,6 +143,43 @@ def show_object_bench(report: dict[str, Any]) -> None:
     _print(table)
 
 
+def show_engine_bench(report: dict[str, Any]) -> None:
+    """Time to first token by where the KV came from; the price of a miss."""
+    ttft = report["ttft_s"]
+    rows = [("cold", ttft["cold"]), ("vLLM's own hit", ttft["native_hit"])]
+    rows.append(("L1 hit", ttft["l1_hit"]))
+    rows += [(f"L2 hit, {name}", seconds) for name, seconds in ttft["l2_hit"].items()]
+    table = _table("KV from", "TTFT ms>", "cold / this>")
+    for name, seconds in rows:
+        table.add_row(name, f"{1e3 * seconds:.1f}", f"{ttft['cold'] / seconds:.1f}")
+    _print(table)
+    miss = report["all_miss"]
+    low, high = miss["ttft_ratio_ci95"]
+    _print(
+        Text(
+            f"prompt {report['prompt_tokens']} tokens; a miss costs {miss['cpu_ratio']:.3f} x CPU, "
+            f"{miss['ttft_ratio']:.3f} x TTFT [{low:.3f}, {high:.3f}], {miss['pairs']} pairs; "
+            f"same tokens: {'yes' if report['same_tokens'] else 'NO'}"
+        )
+    )
+
+
+def show_simulation(report: dict[str, Any]) -> None:
+    """How many events held every invariant, and where one did not."""
+    pairs = len(report["coverage"])
+    _print(
+        Text(
+            f"{report['seeds']} seeds, {report['events']} events, {pairs} pairs of state and "
+            f"event, {len(report['failures'])} failures, digest {report['digest']}"
+        )
+    )
+    if report["failures"]:
+        table = _table("seed>", "step>", "what")
+        for row in report["failures"]:
+            table.add_row(str(row["seed"]), str(row["step"]), str(row["what"]))
+        _print(table)
+
+
 def _sessions(sessions: Sequence[dict[str, Any]]) -> Table | Text:
     if not sessions:
         return Text("no sessions")

@@ -10,6 +10,7 @@ may move can be recovered for any size.
 from collections.abc import Callable
 
 ALIGN_BYTES = 4096
+GAP_VICTIMS = 16  # most extents that go for the gaps between them
 _STEPS_LOG2 = 5  # 32 bins per doubling
 _STEP_MASK = (1 << _STEPS_LOG2) - 1
 
@@ -95,34 +96,45 @@ class Arena:
         return max(self._free[o] for o in self._bins[self._nonempty.bit_length() - 1])
 
     def window(
-        self, seed: int, size_bytes: int, movable: Callable[[int], bool]
+        self,
+        seed: int,
+        size_bytes: int,
+        movable: Callable[[int], bool],
+        *,
+        gaps_only: bool = False,
     ) -> list[int] | None:
         """Taken offsets around `seed` whose freeing makes a run of `rounded(size_bytes)`, or None.
 
         Grows from the taken extent at `seed` to the right, then to the left, over free runs and
-        extents that `movable` allows.
+        extents that `movable` allows. With `gaps_only` the free runs alone must add up to the size
+        and the victims' own bytes come on top; it then names `GAP_VICTIMS` at most.
         """
         need = rounded(size_bytes)
-        have, victims = self._taken[seed], [seed]
+        have, victims = 0 if gaps_only else self._taken[seed], [seed]
         left, right = seed, seed + self._taken[seed]
         while have < need and right in self._free:
             have, right = have + self._free[right], right + self._free[right]
         while have < need and (start := self._start_of.get(left)) in self._free:
             have, left = have + self._free[start], start
+        most = GAP_VICTIMS if gaps_only else len(self._taken)
         while have < need and right < self.populated_bytes:
+            size = self._size_at(right)
             if right in self._taken:
-                if not movable(right):
+                if len(victims) >= most or not movable(right):
                     break
                 victims.append(right)
-            size = self._size_at(right)
-            have, right = have + size, right + size
+            if not gaps_only or right in self._free:
+                have += size
+            right += size
         while have < need and left > 0:
             start = self._start_of[left]
             if start in self._taken:
-                if not movable(start):
+                if len(victims) >= most or not movable(start):
                     break
                 victims.append(start)
-            have, left = have + left - start, start
+            if not gaps_only or start in self._free:
+                have += left - start
+            left = start
         return victims if have >= need else None
 
     def extents(self) -> list[tuple[int, int, bool]]:
@@ -142,7 +154,7 @@ class Arena:
         return self._taken[offset] if size is None else size
 
     def _find(self, need: int) -> int | None:
-        """A run of the lowest bin that fits; `need` is a size class, so its own bin begins there."""
+        """A run of the lowest bin that fits; a size class is where a bin begins."""
         own = _bin(need)
         fitting = self._nonempty >> own
         if not fitting:

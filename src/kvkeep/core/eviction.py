@@ -58,8 +58,16 @@ class Space(Protocol):
     def idle(self, chunk: Chunk) -> bool:
         """True when nobody reads or pins the chunk."""
 
-    def window(self, chunk: Chunk, bytes_needed: int) -> list[Chunk] | None:
-        """Idle chunks around `chunk` whose removal makes a run of `bytes_needed`, or None."""
+    def window(
+        self, chunk: Chunk, bytes_needed: int, *, gaps_only: bool = False
+    ) -> list[Chunk] | None:
+        """Idle chunks around `chunk` whose removal makes a run of `bytes_needed`, or None.
+
+        With `gaps_only` the gaps between them alone make up `bytes_needed`.
+        """
+
+    def lost_in_gaps(self, bytes_needed: int) -> bool:
+        """True when much memory is free, but in gaps that are all shorter than `bytes_needed`."""
 
 
 class EvictionPolicy(Protocol):
@@ -87,7 +95,8 @@ class PrefixLRU:
     Only idle chunks without resident children are candidates. The heap has one entry per chunk,
     checked when it comes up: used since then, it goes further back. Exception, stated: when sizes
     are mixed, the neighbours that a window takes may include a chunk whose descendants stay; those
-    then age out.
+    then age out. After a shift of the mix, gaps too short for the new size are won back by evicting
+    cold neighbours together.
     """
 
     def __init__(self) -> None:
@@ -119,20 +128,30 @@ class PrefixLRU:
         best: list[Chunk] = []
         best_heat = -1
         seeds = []
+        gaps = space.lost_in_gaps(bytes_needed)
         for chunk in self._coldest(space):
             seeds.append(chunk)
+            if gaps and (between := self._cold_gaps(chunk, bytes_needed, space)):
+                best = between
+                break
             victims = space.window(chunk, bytes_needed)
             if victims is not None:
                 heat = max(victim.last_use for victim in victims)
                 if not best or heat < best_heat:
                     best, best_heat = victims, heat
-                if len(victims) == 1:
+                if len(victims) == 1 and not gaps:
                     break  # the coldest chunk alone makes the room
             if len(seeds) >= _SEEDS:
                 break
         for chunk in seeds:
             self._push(chunk)
         return best
+
+    def _cold_gaps(self, chunk: Chunk, bytes_needed: int, space: Space) -> list[Chunk]:
+        """Neighbours with `bytes_needed` of gaps between them, if all are of the colder half."""
+        victims = space.window(chunk, bytes_needed, gaps_only=True) or []
+        warm = (chunk.last_use + self._clock) // 2
+        return victims if all(victim.last_use <= warm for victim in victims) else []
 
     def _coldest(self, space: Space) -> Iterator[Chunk]:
         """Pop candidates, coldest first; the caller pushes back what stays."""

@@ -11,6 +11,7 @@ from kvkeep.core.eviction import Chunk, EvictionPolicy
 from kvkeep.core.slots import SlotTable
 from kvkeep.types import ChunkHash, Reason, SlotId, SlotState
 
+GAPS_PART = 64  # more than 1/64 of L1 in gaps that are too short: cold neighbours go together
 GHOSTS = 32_768  # evicted chunks whose reason is remembered
 
 
@@ -117,13 +118,17 @@ class Residents:
         readers = self.slots.readers
         return not readers[chunk.rows[0]] and not any(readers[slot] for slot in chunk.rows[1:])
 
-    def window(self, chunk: Chunk, bytes_needed: int) -> list[Chunk] | None:
+    def window(
+        self, chunk: Chunk, bytes_needed: int, *, gaps_only: bool = False
+    ) -> list[Chunk] | None:
         """Idle chunks around `chunk` that make one run of `bytes_needed`, or None."""
         if chunk.hash in self._protected:
             return None
         fewest: list[Chunk] | None = None
         for slot in chunk.rows:  # rows differ in size: one may do alone where another needs more
-            found = self.slots.arena.window(self.slots.offset[slot], bytes_needed, self._movable)
+            found = self.slots.arena.window(
+                self.slots.offset[slot], bytes_needed, self._movable, gaps_only=gaps_only
+            )
             if found is None:
                 continue
             victims = list({id(c): c for c in (self._at[o] for o in found)}.values())
@@ -132,6 +137,13 @@ class Residents:
             if len(victims) == 1:
                 break
         return fewest
+
+    def lost_in_gaps(self, bytes_needed: int) -> bool:
+        """Whether free memory is a notable part of L1, and enough, but no run is long enough."""
+        arena = self.slots.arena
+        if arena.free_bytes < max(bytes_needed, arena.populated_bytes // GAPS_PART):
+            return False
+        return not arena.fits(bytes_needed)
 
     def _movable(self, offset: int) -> bool:
         chunk = self._at.get(offset)

@@ -12,6 +12,7 @@ import msgspec
 
 from kvkeep import __version__
 from kvkeep.core import events as ev
+from kvkeep.core.audit import check
 from kvkeep.core.directory import Directory
 from kvkeep.core.leases import ReadLease, WriteLease
 from kvkeep.server.timeline import Timeline
@@ -27,6 +28,8 @@ from kvkeep.types import (
 )
 from kvkeep.wire import messages as m
 
+CHECK_IDLE_S = 5.0  # without a message for so long, the invariants are verified
+CHECK_MOST_CHUNKS = 5_000  # more would keep the loop busy for too long
 LEASE_WARN_S = 300.0  # a lease older than this is marked in `kvkeep leases`; nothing is freed
 
 
@@ -79,7 +82,7 @@ class Service:
         self.counters: Counter[str] = Counter()
         self._clock = clock
         self._log = log
-        self._started_s = clock()
+        self._started_s = self._last_message_s = self._last_check_s = clock()
 
     # ---- connections
 
@@ -150,8 +153,17 @@ class Service:
                 client.link.send(m.Grown(populated_bytes))
 
     def tick(self) -> None:
-        """Time passed."""
+        """Time passed. A server with nothing to do verifies the core's invariants."""
         self._apply(ev.Tick())
+        now = self._clock()
+        idle = now - max(self._last_message_s, self._last_check_s) > CHECK_IDLE_S
+        if idle and len(self.directory.residents.index) <= CHECK_MOST_CHUNKS:
+            self._last_check_s = now
+            try:
+                check(self.directory)
+            except AssertionError as error:  # our bug: visible, and the cache goes on
+                self.problems["invariant"] = f"an invariant is broken: {error}; report this"
+                self._log("invariant_broken", what=str(error))
 
     # ---- messages
 
@@ -160,6 +172,7 @@ class Service:
         client = self.clients.get(peer)
         if client is None:
             return
+        self._last_message_s = self._clock()
         match message:
             case m.Lookup():
                 client.link.send(self._lookup(client, message))

@@ -19,11 +19,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvkeep import __version__
 from kvkeep.client import Client
+from kvkeep.connectors.blocks import DeviceBlocks
 from kvkeep.connectors.vllm import settings as settings_of
 from kvkeep.connectors.vllm.identity import engine_fingerprint
 from kvkeep.connectors.vllm.meta import StepMeta, WorkerMeta
 from kvkeep.connectors.vllm.scheduler_side import SchedulerSide
-from kvkeep.connectors.vllm.worker_side import WorkerSide, blocks_of
+from kvkeep.connectors.vllm.worker_side import WorkerSide
 from kvkeep.errors import ConfigError
 from kvkeep.shm import strong_memory_order
 from kvkeep.types import GroupKind, Role, RowSpec
@@ -66,6 +67,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
         self._config = vllm_config
+        self._blocks: int = kv_cache_config.num_blocks
         if self.settings.off:
             _log.warning("kvkeep stays out of this engine: %s", self.settings.off)
         elif role is KVConnectorRole.SCHEDULER:
@@ -185,7 +187,7 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- inside
 
     def _register(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
-        blocks = blocks_of(kv_caches)
+        blocks = DeviceBlocks.from_kv_caches(kv_caches, self._blocks)
         rank = self._config.parallel_config.rank
         chunk = self.settings.chunk_tokens
         fingerprint = engine_fingerprint(

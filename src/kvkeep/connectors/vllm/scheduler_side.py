@@ -6,6 +6,7 @@ that copied it was processed and all ranks reported; a request that shares a blo
 is tainted for life. No call waits beyond the client's budget per step.
 """
 
+import threading
 import time
 from array import array
 from collections import deque
@@ -310,7 +311,7 @@ class SchedulerSide:
                 bad = entry.failed or entry.tracked.tainted
                 (aborts if bad else commits).append(entry.lease)
         if commits:
-            self.client.call(lambda seq: m.Commit(seq, tuple(commits)))
+            self.client.call(lambda seq: m.Commit(seq, tuple(commits)), even_away=True)
         if aborts:
             self.client.notify(m.Abort(tuple(aborts)))
 
@@ -384,7 +385,8 @@ class SchedulerSide:
 
     def retire(self) -> None:
         """Stop asking the server; what was dispatched is still reported by the workers."""
-        self.client.close()
+        # Not in this thread: closing may wait for a handshake that is under way.
+        threading.Thread(target=self.client.close, name="kvkeep-retire", daemon=True).start()
 
     def _root(self, salt: str | None) -> ChunkHash | None:
         """The root of this engine's keys under a salt; None until every rank is there."""

@@ -5,7 +5,6 @@ Its connection exists to bring the layout, to map the arena and to show that the
 
 import logging
 import time
-from typing import Any
 
 from kvkeep.client import Client
 from kvkeep.connectors.blocks import DeviceBlocks
@@ -149,8 +148,3 @@ class WorkerSide:
             mapping.before_unmap = self.blocks.unpin
             self._pinned = mapping
         return mapping
-
-
-def blocks_of(kv_caches: dict[str, Any]) -> DeviceBlocks:
-    """The blocks of vLLM's registered KV caches. Raises LayoutUnsupported."""
-    return DeviceBlocks.from_kv_caches(kv_caches)

@@ -1,0 +1,206 @@
+"""`kvkeep demo`: the main job, shown with a real vLLM, a real model and a real document.
+
+KV outlives the engine that computed it, a dead server costs a miss and nothing else, and caching
+resumes by itself. In fp32, so that an answer from cached KV must equal the computed one token by
+token. Every process started here has ended when `run_demo` returns or raises.
+"""
+
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+
+from kvkeep.bench.engine_messages import Start
+from kvkeep.bench.engine_process import EngineProcess, ServerProcess, require_engine
+from kvkeep.cli.demo_prompts import QUESTIONS, Prompts, build_prompts, read_document
+from kvkeep.cli.demo_report import DEVICE, L1, MIN_SPEEDUP, NONE, Report, Run
+from kvkeep.cli.operator import ask
+from kvkeep.errors import KVKeepError
+
+ANSWER_TOKENS = 40
+MAX_MODEL_LEN = 8_192
+DTYPE = "float32"
+_MAX_FOLDER_CHARACTERS = 80  # a socket's path has room for about 100
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+class CannotWrite(KVKeepError):
+    """The result file cannot be written; said before anything is started."""
+
+
+def run_demo(
+    json_path: Path,
+    *,
+    l1_size: str = "2GiB",
+    document: Path | None = None,
+    model: Path | None = None,
+) -> int:
+    """Run it, print the table, write `json_path`; 0 when everything was as it must be."""
+    if not json_path.absolute().parent.is_dir():
+        raise CannotWrite(f"{json_path.absolute().parent} is no folder: --json FILE needs one")
+    source, text = read_document(document)
+    say = _Say()
+    say("looking for vLLM and the demo model (made once, about a minute)")
+    found = require_engine(model)
+    report = Report(l1_size=l1_size)
+    with _ended_by_signals(), _scratch() as folder, ExitStack() as children:
+        demo = _Demo(folder, str(found), report, children, say)
+        demo.run(source, text)
+        report.show()
+        report.write(json_path)
+        problems = report.problems()
+        for problem in problems:
+            print(f"kvkeep: {problem}", file=sys.stderr)
+        if problems:
+            raise DemoFailed(f"the demo did not show what it must; see {json_path}")
+    _conclude(report, json_path)
+    return 0
+
+
+class DemoFailed(KVKeepError):
+    """Something was not as it must be."""
+
+
+class _Demo:
+    """The steps in order; what they start is closed by `children`, last first."""
+
+    def __init__(
+        self, folder: Path, model: str, report: Report, children: ExitStack, say: "_Say"
+    ) -> None:
+        self._folder, self._model, self._report = folder, model, report
+        self._children, self._say = children, say
+        self._socket = folder / "kvkeep.sock"
+
+    def run(self, source: str, text: str) -> None:
+        """Everything, from the first server to the last answer."""
+        server = self._start_server()
+        engine = self._start_engine("engine-1")
+        prompts = build_prompts(engine.pieces(text, QUESTIONS), source)
+        self._report.document = {
+            "source": source,
+            "tokens": prompts.document_tokens,
+            "used_tokens": prompts.used_tokens,
+        }
+        self._ask(engine, prompts, 1, "cold", NONE)
+        self._say("engine-1 ends")
+        engine.leave()
+
+        engine = self._start_engine("engine-2")
+        self._ask(engine, prompts, 1, "new engine", L1)
+        self._ask(engine, prompts, 1, "again (vLLM's own cache)", DEVICE)
+        self._empty(engine)
+        self._ask(engine, prompts, 2, "second question", L1)
+
+        epoch = engine.settle()
+        self._say("the server is killed (SIGKILL)")
+        server.kill()
+        for question in (1, 2):
+            self._empty(engine)
+            self._ask(engine, prompts, question, f"server killed, question {question}", NONE)
+
+        self._start_server()
+        self._say("waiting for the engine to find the server by itself")
+        engine.settle(not_epoch=epoch)
+        self._empty(engine)
+        self._ask(engine, prompts, 1, "server back, L1 is empty", NONE)
+        self._empty(engine)
+        self._ask(engine, prompts, 1, "server back, caching again", L1)
+        self._say("done; ending the engine and the server")
+
+    def _start_server(self) -> ServerProcess:
+        self._say(f"starting kvkeep serve with {self._report.l1_size} of L1")
+        settings = {"l1.size": self._report.l1_size}
+        server = ServerProcess(self._socket, self._folder / "server.log", settings)
+        return self._children.enter_context(server)
+
+    def _start_engine(self, name: str) -> EngineProcess:
+        self._say(f"starting {name}: vLLM, {DTYPE} (10 to 40 s)")
+        start = Start(
+            model=self._model,
+            socket=str(self._socket),
+            dtype=DTYPE,
+            max_model_len=MAX_MODEL_LEN,
+        )
+        log = self._folder / f"{name}.log"
+        engine = self._children.enter_context(EngineProcess(name, start, log))
+        self._report.versions = {**engine.started().versions, "model": Path(self._model).name}
+        engine.settle()
+        return engine
+
+    def _empty(self, engine: EngineProcess) -> None:
+        """Else the engine would find the document in its own prefix cache."""
+        self._say(f"emptying {engine.name}'s own prefix cache")
+        engine.reset()
+
+    def _ask(
+        self, engine: EngineProcess, prompts: Prompts, question: int, name: str, expected: str
+    ) -> None:
+        self._say(f"{engine.name} answers question {question}: {name}")
+        answer = engine.ask(prompts.ids[question - 1], ANSWER_TOKENS)
+        l1_tokens = 0
+        if answer.cached_tokens and expected != NONE:  # then a server is there to be asked
+            told = ask(str(self._socket), "explain", answer.request)
+            l1_tokens = int(told["hit_tokens"]["l1"])
+        self._report.runs.append(Run(name, question, expected, answer, l1_tokens))
+        self._say(
+            f"  first token after {answer.ttft_s:.2f} s, {answer.cached_tokens} tokens cached"
+        )
+
+
+def _conclude(report: Report, json_path: Path) -> None:
+    ratio = report.cold_over_l1 or 0.0
+    print(
+        f"Every answer equals the computed one. First token {ratio:.0f} times sooner from L1 in a "
+        f"new engine. Written: {json_path}"
+    )
+    if ratio < MIN_SPEEDUP:
+        print(f"kvkeep: expected {MIN_SPEEDUP:.0f} times or more: is the machine busy?")
+
+
+class _Say:
+    """Progress on stderr, with the time since the start."""
+
+    def __init__(self) -> None:
+        self._started_s = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        now_s = time.monotonic() - self._started_s
+        print(f"[{now_s:4.0f} s] {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A folder for the socket and the logs; it stays, and is named, when something failed."""
+    folder = Path(tempfile.mkdtemp(prefix="kvkeep-demo-"))
+    if len(str(folder)) > _MAX_FOLDER_CHARACTERS:
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix="kvkeep-demo-", dir="/tmp"))
+    try:
+        yield folder
+    except KeyboardInterrupt:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    except BaseException:
+        print(f"kvkeep: logs of the server and the engines: {folder}/*.log", file=sys.stderr)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and a closed terminal end the demo as Ctrl-C does: children first."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in _ENDING_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

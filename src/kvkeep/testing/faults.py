@@ -1,0 +1,164 @@
+"""What may go wrong in the safety phase, one class per kind; a seed has some of them.
+
+A later part adds a fault by one class and one entry in `FAULTS`.
+"""
+
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from kvkeep.testing.fake_client import FakeClient
+from kvkeep.wire import messages as m
+
+if TYPE_CHECKING:
+    from kvkeep.testing.world import World
+
+_BAD_FRAME = b"\xff" * 8  # a length over every limit
+
+
+class Fault(Protocol):
+    """One kind of misfortune."""
+
+    def maybe(self, rng: random.Random, world: "World") -> None:
+        """Strike, or not; called every few virtual milliseconds."""
+
+
+class Sometimes:
+    """A fault that strikes at a rate per call."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def maybe(self, rng: random.Random, world: "World") -> None:
+        """Strike at the rate."""
+        if rng.random() < self.rate:
+            self.strike(rng, world)
+
+    def strike(self, rng: random.Random, world: "World") -> None:
+        """Do the harm."""
+        raise NotImplementedError
+
+
+class LoseConnection(Sometimes):
+    """A connection breaks, in the middle of a message; its process lives on and copies on."""
+
+    def strike(self, rng: random.Random, world: "World") -> None:
+        clients = _clients(world)
+        if clients:
+            rng.choice(clients).lose(cut=True)
+
+
+class SpoilFrame(Sometimes):
+    """A client sends what is no frame: the server ends that connection."""
+
+    def strike(self, rng: random.Random, world: "World") -> None:
+        ends = [client.end for client in _clients(world) if client.up]
+        if ends:
+            end = rng.choice(ends)
+            assert end is not None
+            end.send(_BAD_FRAME)
+
+
+class KillProcess(Sometimes):
+    """A process of an engine dies in the middle of whatever it does."""
+
+    def strike(self, rng: random.Random, world: "World") -> None:
+        processes = [p for e in world.engines.values() for p in e.processes if p.alive]
+        copying = [c.process for c in _clients(world) if c.mapping is not None and c.mapping.users]
+        if copying and rng.random() < 0.7:
+            rng.choice(copying).kill()
+        elif processes:
+            rng.choice(processes).kill()
+
+
+class KillServer(Sometimes):
+    """The server dies, and is back a little later with another epoch and arena."""
+
+    def strike(self, rng: random.Random, world: "World") -> None:
+        if world.host.service is not None:
+            world.host.kill()
+            world.loop.call_later(rng.random() * 0.5, world.host.start)
+
+
+class StopServer(Sometimes):
+    """The server is stopped for a while."""
+
+    def strike(self, rng: random.Random, world: "World") -> None:
+        world.host.stop(rng.choice((0.02, 0.2, 3.0)))
+
+
+class Revoke(Sometimes):
+    """A read lease ends against its reader's will, in the middle of its copy."""
+
+    def strike(self, rng: random.Random, world: "World") -> None:
+        if world.host.service is None:
+            return
+        sessions = world.host.directory.sessions.values()
+        leases = [lease for session in sessions for lease in session.reads_open]
+        if leases:
+            world.host.revoke(rng.choice(leases))
+
+
+class Operate(Sometimes):
+    """An operator looks around and clears, also by force."""
+
+    def strike(self, rng: random.Random, world: "World") -> None:
+        what, argument = rng.choice(
+            (
+                ("clear", ""),
+                ("clear", "force"),
+                ("clear", "force"),
+                ("status", ""),
+                ("leases", ""),
+                ("explain", ""),
+                ("nonsense", ""),
+            )
+        )
+        world.spawn(self._ask(world, what, argument))
+
+    async def _ask(self, world: "World", what: str, argument: str) -> None:
+        call = await world.operator.call(lambda seq: m.Query(seq, what, argument))
+        if call is not None:
+            failed = isinstance(call.reply, m.Failed)
+            assert failed == (what == "nonsense") or what == "explain"
+
+
+class Misuse(Sometimes):
+    """Messages about leases that nobody has, or from who may not ask: refused, nothing changes."""
+
+    def strike(self, rng: random.Random, world: "World") -> None:
+        number = world.new_id()
+        client = rng.choice([world.operator, *_clients(world)])
+        client.notify(m.End(number, (0, 1, 7), 0))
+        client.notify(m.Abort((number,)))
+        client.notify(m.Note("r", "a note"))
+        world.spawn(self._ask(client, number))
+
+    async def _ask(self, client: FakeClient, number: int) -> None:
+        call = await client.call(lambda seq: m.Commit(seq, (number, number)))
+        if call is not None:
+            assert isinstance(call.reply, m.Committed)
+
+
+FAULTS: tuple[tuple[Callable[[float], Fault], float], ...] = (  # with the most it strikes per call
+    (LoseConnection, 0.15),
+    (SpoilFrame, 0.1),
+    (KillProcess, 0.1),
+    (KillServer, 0.02),
+    (StopServer, 0.05),
+    (Revoke, 0.15),
+    (Operate, 0.1),
+    (Misuse, 0.1),
+)
+_ENABLED = 0.6
+
+
+def drawn(rng: random.Random) -> list[Fault]:
+    """A random subset, each at a random rate."""
+    rates = (1.0, 0.5, 0.1)
+    return [make(most * rng.choice(rates)) for make, most in FAULTS if rng.random() < _ENABLED]
+
+
+def _clients(world: "World") -> list[FakeClient]:
+    """Clients with a connection, in an order that depends on the seed alone."""
+    return [c for e in world.engines.values() for c in e.clients if c.end is not None]

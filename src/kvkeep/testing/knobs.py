@@ -1,0 +1,80 @@
+"""Chooses what one seed is like: sizes, speeds, habits of its engines (a swarm, not an average).
+
+Each seed switches on a random part of the habits, so that rare combinations are not drowned by all
+faults happening all the time. `calm` ends them for the liveness phase.
+"""
+
+import random
+from dataclasses import dataclass
+
+from kvkeep.core.directory import Limits
+from kvkeep.testing.network import Conditions
+
+PAGE_BYTES = 4096
+
+
+@dataclass(slots=True)
+class Knobs:
+    """Probabilities are per occasion; times are the most that something lasts."""
+
+    arena_pages: int
+    slots: int
+    limits: Limits
+    network: Conditions
+    engines: int
+    step_s: float  # an engine step
+    copy_s: float  # one piece of a copy
+    patience_s: float  # then a call is abandoned
+    abort: float  # a request is cancelled
+    load_fails: float  # the device refuses a load
+    end_twice: float
+    unconfirmed: float  # an abort that does not say that the copies have ended
+    far: float  # a lookup long before the request is scheduled
+    sync_loads: float  # the chunks after a load are staged in the step that loads
+    dma: float
+    read_only: float
+    trusting: float  # an engine that cannot recompute: its reads are never revoked
+    same_session: float  # an engine comes back under its old name
+    keeps_mapping_s: float  # how long a process that lost its server waits before it comes back
+
+    def calm(self) -> None:
+        """No faults and no odd habits any more."""
+        self.abort = self.load_fails = self.end_twice = self.unconfirmed = 0.0
+        self.network.delay_s, self.network.cut = 0.001, 0.1
+        self.patience_s, self.keeps_mapping_s = 5.0, 0.05
+
+
+def drawn(rng: random.Random) -> Knobs:
+    """The knobs of one seed."""
+
+    def habit(most: float) -> float:
+        return rng.random() * most if rng.random() < 0.6 else 0.0
+
+    pages = rng.choice((32, 64, 64, 128))
+    limits = Limits(
+        session_staging_fraction=rng.choice((0.25, 0.5, 1.0)),
+        session_reserve_fraction=rng.choice((0.25, 0.5, 0.9)),
+        in_progress_after_s=rng.choice((0.05, 0.5, 2.0)),
+        quarantine_s=rng.choice((0.5, 2.0)),
+    )
+    return Knobs(
+        arena_pages=pages,
+        slots=rng.choice((pages, pages, pages // 2)),
+        limits=limits,
+        network=Conditions(rng.choice((0.0003, 0.002, 0.02)), rng.choice((0.0, 0.3, 0.9))),
+        engines=rng.randint(1, 4),
+        step_s=rng.choice((0.005, 0.02)),
+        copy_s=rng.choice((0.001, 0.005, 0.02)),
+        patience_s=rng.choice((0.5, 0.1, 0.01)),
+        abort=habit(0.2),
+        load_fails=habit(0.2),
+        end_twice=habit(0.5),
+        unconfirmed=habit(0.5),
+        far=habit(0.5),
+        sync_loads=habit(1.0),
+        dma=habit(1.0),
+        read_only=habit(0.5),
+        trusting=habit(0.7),
+        same_session=habit(1.0),
+        keeps_mapping_s=rng.choice((0.01, 0.3)),
+    )

@@ -1,0 +1,148 @@
+"""Runs the simulation: per seed a safety phase with faults, then a liveness phase where all drains.
+
+The real core, service and wire run on virtual time with engines that move real bytes. The same seed
+gives the same digest in any process. What later parts simulate plugs in as faults and engines.
+"""
+
+import asyncio
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from blake3 import blake3
+
+from kvkeep.core import audit
+from kvkeep.core import events as ev
+from kvkeep.testing import faults, virtual_loop
+from kvkeep.testing.filler import fill
+from kvkeep.testing.world import World
+from kvkeep.types import SlotState
+
+DEFAULT_STEPS = 600  # core events of one seed's safety phase
+_SAFETY_S = 120.0  # a safety phase ends at the latest then, in virtual time
+_SETTLE_S = 60.0  # and a calm world must have settled within this
+_LOOK_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one seed showed."""
+
+    events: int
+    coverage: Counter[tuple[SlotState, str]]
+    copies: Counter[str]
+    digest: bytes
+    what: str  # "" when nothing was wrong
+
+
+def run(
+    seeds: int,
+    first_seed: int = 0,
+    steps: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Simulate `seeds` seeds; the answer of `kvkeep simulate --json`."""
+    failures: list[dict[str, Any]] = []
+    coverage: Counter[tuple[SlotState, str]] = Counter()
+    copies: Counter[str] = Counter()
+    digest, events = blake3(), 0
+    for done, seed in enumerate(range(first_seed, first_seed + seeds), start=1):
+        outcome = run_seed(seed, steps)
+        if outcome.what:
+            failures.append({"seed": seed, "step": outcome.events, "what": outcome.what})
+        coverage += outcome.coverage
+        copies += outcome.copies
+        events += outcome.events
+        digest.update(outcome.digest)
+        if progress is not None:
+            progress(done, seeds)
+    return {
+        "seeds": seeds,
+        "failures": failures,
+        "events": events,
+        "coverage": _table(coverage),
+        "copies": dict(sorted(copies.items())),
+        "digest": digest.hexdigest(),
+    }
+
+
+def run_seed(seed: int, steps: int | None = None) -> Outcome:
+    """One seed, from an empty server to a drained one."""
+    return virtual_loop.run(_seed(seed, steps))
+
+
+async def _seed(seed: int, steps: int | None) -> Outcome:
+    world = World(seed, asyncio.get_running_loop())
+    story = asyncio.ensure_future(_story(world, steps or DEFAULT_STEPS))
+    await asyncio.wait({story, world.failed}, return_when=asyncio.FIRST_COMPLETED)
+    error = world.failed.result() if world.failed.done() else story.exception()
+    if not story.done():
+        story.cancel()
+    what = _said(error, world, seed, steps) if error is not None else ""
+    return Outcome(world.events, world.coverage, world.copies, world.digest(), what)
+
+
+async def _story(world: World, steps: int) -> None:
+    """Safety, then liveness."""
+    world.may_leave = True
+    world.start(faults.drawn(world.rng))
+    while world.events < steps and world.loop.time() < _SAFETY_S:
+        await asyncio.sleep(_LOOK_S)
+    world.finishing, world.may_leave = True, False
+    world.knobs.calm()
+    await _until(world, lambda: _nothing_leased(world), "idle engines hold leases")
+    world.may_leave = True
+    await _until(world, lambda: all(place.done() for place in world.places), "engines do not end")
+    await _until(world, lambda: _nothing_held(world), "bytes are held for nobody")
+    audit.check(world.host.directory)
+    await fill(world)
+
+
+async def _until(world: World, holds: Callable[[], bool], otherwise: str) -> None:
+    deadline_s = world.loop.time() + _SETTLE_S
+    while not holds():
+        if world.loop.time() > deadline_s:
+            raise AssertionError(f"after {_SETTLE_S:.0f} calm seconds {otherwise}")
+        await asyncio.sleep(_LOOK_S)
+
+
+def _nothing_leased(world: World) -> bool:
+    """Every engine is idle, and the server agrees that it holds nothing."""
+    if world.host.service is None or not all(e.idle for e in world.engines.values()):
+        return False
+    sessions = world.host.directory.sessions.values()
+    return not any(s.reads_open or s.writes_open for s in sessions)
+
+
+def _nothing_held(world: World) -> bool:
+    """No session, no peer but the operator, no byte that is not free or resident."""
+    slots, directory = world.host.directory.slots, world.host.directory
+    waiting = (SlotState.STAGING, SlotState.ORPHANED, SlotState.QUARANTINED)
+    return (
+        directory.arena.populated_bytes == len(world.host.memory.arena)
+        and not any(slots.bytes_in[state] for state in waiting)
+        and not slots.reserved_bytes
+        and not directory.sessions
+        and len(directory.peers) <= 1
+        and not directory.residents.unlinked
+    )
+
+
+def _table(coverage: Counter[tuple[SlotState, str]]) -> dict[str, int]:
+    """Every pair, also those that never happened."""
+    events = [kind.__name__ for kind in get_args(ev.Event)]
+    return {f"{s.name}/{e}": coverage[s, e] for s in SlotState for e in events}
+
+
+def _said(error: BaseException, world: World, seed: int, steps: int | None) -> str:
+    """The error, where it was raised, what came before, and the line that shows it again."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    more = f" --steps {steps}" if steps is not None else ""
+    return (
+        f"{type(error).__name__}: {error}{place} (events: {', '.join(world.recent)}); "
+        f"again: kvkeep simulate --first-seed {seed} --seeds 1{more}"
+    )

@@ -1,0 +1,448 @@
+"""Any order of events: the invariants hold after each, and the naive model agrees with every reply.
+
+Sessions of one and two ranks, with one or two groups, of several sizes, with and without DMA,
+recompute and writing join, rejoin, close and die in any order.
+"""
+
+from dataclasses import dataclass
+from itertools import count
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from kvkeep.core import events as ev
+from kvkeep.core.audit import check
+from kvkeep.core.directory import Directory, Limits
+from kvkeep.core.keys import chunk_hash, root_hash
+from kvkeep.types import (
+    ChunkHash,
+    EndOutcome,
+    Fingerprint,
+    GroupKind,
+    LeaseId,
+    PeerId,
+    Reason,
+    Role,
+    RowSpec,
+    SlotState,
+    StageOutcome,
+)
+from tests.core.build import PAGE
+from tests.core.model import Model, split
+
+FULL, WINDOW, STATE = GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW, GroupKind.RECURRENT
+SMALL = (RowSpec(0, FULL, 5_000),)
+BIG = (RowSpec(0, FULL, 40_000),)
+TWO_GROUPS = (RowSpec(0, FULL, 9_000), RowSpec(1, WINDOW, 3_000, 2))
+WINDOW_ONLY = (RowSpec(0, WINDOW, 6_000, 2),)
+STATE_ONLY = (RowSpec(0, STATE, 12_288),)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How one session's processes say Hello; `layouts` are what its workers may come with."""
+
+    world: int
+    layouts: tuple[tuple[RowSpec, ...], ...]
+    both: bool = False
+    dma: bool = False
+    recompute: bool = True
+    writes: bool = True
+
+
+ENGINES = {
+    "plain": Engine(1, (SMALL,), both=True),
+    "dma": Engine(1, (SMALL,), both=True, dma=True, recompute=False),
+    "reader": Engine(1, (SMALL,), writes=False),
+    "pair": Engine(2, (TWO_GROUPS, SMALL)),
+    "pair dma": Engine(2, (TWO_GROUPS,), dma=True, recompute=False),
+    "big": Engine(1, (BIG, TWO_GROUPS), both=True),
+    "window": Engine(1, (WINDOW_ONLY,), both=True),
+    "state": Engine(1, (STATE_ONLY,), both=True, recompute=False),
+}
+
+seats = st.integers(0, 2)  # which of the machine's three sessions
+prompts = st.sampled_from(["aaaaaaa", "aaaa", "aaab", "aabbbb", "ab", "b", "bbbbb", "abab"])
+salts = st.sampled_from([None, None, None, "tenant"])
+picks = st.integers(0, 1 << 16)
+rarely = st.sampled_from([False] * 7 + [True])
+EMPTY = ev.Done(0)
+
+
+class DirectoryMachine(RuleBasedStateMachine):
+    """One directory and its model; `do` is the only way events go in."""
+
+    @initialize(
+        pages=st.sampled_from([24, 60, 120]),
+        slots=st.sampled_from([500, 500, 14]),
+        caps=st.sampled_from([(0.5, 0.25, 0.5), (2.0, 1.0, 1.0), (2.0, 1.0, 0.5), (1.0, 0.5, 0.2)]),
+        cast=st.permutations(sorted(ENGINES)),
+    )
+    def start(
+        self, pages: int, slots: int, caps: tuple[float, float, float], cast: list[str]
+    ) -> None:
+        self.cast = cast[:3]
+        self.ids = count(1000)
+        self.generations = [0] * slots
+        limits = Limits(*caps)
+        self.directory = Directory(self.generations, lambda: next(self.ids), limits=limits)
+        self.model = Model(self.generations, limits)
+        self.now_s = 50.0
+        self.roots: dict[str, Fingerprint] = {}
+        self.reads: list[tuple[str, LeaseId]] = []
+        self.writes: list[tuple[str, LeaseId]] = []
+        self.do(ev.Grown(pages * PAGE))
+
+    # ---- in and out
+
+    def do(self, event: ev.Event) -> ev.Reply:
+        self.now_s += 0.01
+        before = self.snapshot()
+        reply, effects = self.directory.handle(event, self.now_s)
+        check(self.directory)
+        self.model.now_s = self.now_s
+        self.explain(event, reply, effects)
+        if refused(event, reply):
+            assert self.snapshot() == before, "a refused call changed something"
+        for effect in effects:
+            if isinstance(effect, ev.SessionReady):
+                self.roots[effect.session] = effect.fingerprint
+        self.compare()
+        return reply
+
+    def snapshot(self) -> tuple[object, ...]:
+        d = self.directory
+        sessions = [(s.id, set(s.reads_open), set(s.writes_open)) for s in d.sessions.values()]
+        slots = (list(d.slots.state), list(d.slots.readers), list(self.generations))
+        peers = [(p.id, p.open, set(p.orphans)) for p in d.peers.values()]
+        index = [(c.hash, c.children) for c in d.residents.index.values()]
+        return d.arena.extents(), slots, sessions, peers, index, list(d.quarantine)
+
+    def explain(self, event: ev.Event, reply: ev.Reply, effects: list[ev.Effect]) -> None:
+        """Let the model follow; it raises where it would have answered otherwise."""
+        left = list(effects)
+        match event, reply:
+            case ev.Lookup(), ev.Hit():
+                self.model.lookup(event, reply)
+            case ev.End(), ev.Done():
+                self.model.end(event, reply)
+            case ev.Stage(), ev.Staged():
+                self.model.stage(event, reply)
+            case ev.Commit(), ev.Committed():
+                self.model.commit(event, reply)
+            case ev.Abort(), ev.Done():
+                self.model.abort(event, reply)
+            case ev.Tick(), ev.Done():
+                self.model.tick(reply)
+            case ev.Grown(), ev.Done():
+                self.model.memory.grow(event.populated_bytes // PAGE)
+            case ev.Join(), _:
+                self.model.join(event, reply, left)
+                left = []
+            case ev.PeerClosed(), ev.Done():
+                assert reply.changed == self.model.closed(event.peer, left)
+            case ev.PeerGone(), ev.Done():
+                assert reply.changed == self.model.gone(event.peer, event.confirmed, left)
+            case (ev.Drop() | ev.Clear() | ev.Revoke()), ev.Done():
+                self.explain_removal(event, reply, left)
+                left = []
+            case _:
+                raise AssertionError(f"{reply} is no answer to {event}")
+        assert left == [], "effects nobody expected"
+
+    def explain_removal(
+        self, event: ev.Drop | ev.Clear | ev.Revoke, reply: ev.Done, effects: list[ev.Effect]
+    ) -> None:
+        model = self.model
+        revocable = {k: r for k, r in model.reads.items() if model.members[r.session].recompute}
+        match event:
+            case ev.Revoke():
+                ended = {event.lease} & set(revocable)
+                assert reply.changed == len(ended)
+            case ev.Clear():
+                ended = set(revocable) if event.force else set()
+                hashes = list(model.resident)
+                assert reply.changed == len(hashes)
+            case ev.Drop():
+                ended = set()
+                known = event.session in model.members
+                hashes = [h for h in dict.fromkeys(split(event.hashes)) if h in model.resident]
+                hashes = hashes if known else []
+                assert reply.changed == len(hashes)
+        told = {(effect.session, effect.lease) for effect in effects if is_revoked(effect)}
+        assert told == {(revocable[lease].session, lease) for lease in ended}
+        assert len(told) == len(effects)
+        for lease in ended:
+            model.reads[lease].live.clear()
+        model._forget_reads()
+        if not isinstance(event, ev.Revoke):
+            for chunk in hashes:
+                model.unlink(chunk)
+
+    def compare(self) -> None:
+        """Both accounts agree on every sum."""
+        d, model = self.directory, self.model
+        model.nothing_moved()
+        assert set(d.residents.index) == set(model.resident)
+        assert d.arena.free_bytes == sum(model.memory.free) * PAGE
+        used = d.slots.bytes_in
+        staged = [e for w in model.writes.values() for e in w.extents]
+        resident = [e for c in [*model.resident.values(), *model.unlinked] for e in c.extents]
+        for state, extents in (
+            (SlotState.STAGING, staged),
+            (SlotState.RESIDENT, resident),
+            (SlotState.ORPHANED, [e for e, _ in model.stuck]),
+            (SlotState.QUARANTINED, [e for e, _ in model.quarantine]),
+        ):
+            assert used[state] == sum(len(e.pages) for e in extents) * PAGE, state.name
+        assert d.counters["end_again"] == model.ended_again
+        assert set(d.sessions) == set(model.members)
+        assert set(d.peers) == set(model.peers)
+
+    # ---- words
+
+    def chain(self, name: str, prompt: str, salt: str | None) -> list[ChunkHash]:
+        hashes = [root_hash(self.roots.get(name, Fingerprint(b"?" * 32)), salt)]
+        for letter in prompt:
+            hashes.append(chunk_hash(hashes[-1], letter.encode()))
+        return hashes
+
+    def hello(self, name: str, rank: int | None, layout: int, confirms: PeerId) -> ev.Join:
+        engine = ENGINES[name]
+        role = Role.BOTH if engine.both else Role.SCHEDULER if rank is None else Role.WORKER
+        peer = PeerId(next(self.ids))
+        rows = () if role is Role.SCHEDULER else engine.layouts[layout % len(engine.layouts)]
+        mark = Fingerprint(repr(rows).encode()) if rows else Fingerprint(b"")
+        says = (engine.writes, engine.dma, engine.recompute, confirms)
+        return ev.Join(name, peer, role, rank or 0, engine.world, rows, mark, *says)
+
+    # ---- rules
+
+    @rule(seat=seats, layout=st.integers(0, 1))
+    def bring_up(self, seat: int, layout: int) -> None:
+        self.complete(self.cast[seat], layout)
+
+    def complete(self, name: str, layout: int = 0) -> None:
+        """Whoever is missing joins."""
+        engine, member = ENGINES[name], self.model.members.get(name)
+        missing: list[int | None] = [
+            r for r in range(engine.world) if member is None or r not in member.workers
+        ]
+        if not engine.both and (member is None or member.scheduler is None):
+            missing.append(None)
+        for rank in missing:
+            self.do(self.hello(name, rank, layout, PeerId(0)))
+
+    @rule(seat=seats, rank=st.sampled_from([None, 0, 1]), layout=picks, old=picks)
+    def rejoin(self, seat: int, rank: int | None, layout: int, old: int) -> None:
+        """One more connection for a place that may be taken; half of them confirm an older one."""
+        name = self.cast[seat]
+        mine = sorted(p for p, person in self.model.peers.items() if person.session == name)
+        confirms = PeerId(mine[old % len(mine)]) if mine and old % 2 else PeerId(0)
+        self.do(self.hello(name, rank, layout, confirms))
+
+    @rule(seat=seats, fault=st.sampled_from(["world", "rank", "rows", "peer", "bytes"]), pick=picks)
+    def bad_join(self, seat: int, fault: str, pick: int) -> None:
+        name = self.cast[seat]
+        peer = PeerId(next(self.ids))
+        if fault == "peer" and self.model.peers:
+            peer = PeerId(sorted(self.model.peers)[pick % len(self.model.peers)])
+        world = ENGINES[name].world + (fault == "world" and name in self.model.members)
+        rank = world if fault == "rank" else 0
+        rows = () if fault == "rows" else (RowSpec(0, FULL, 0 if fault == "bytes" else 100),)
+        event = ev.Join(name, peer, Role.WORKER, rank, world, rows, Fingerprint(b"f" * 32))
+        if self.model._bad(event):
+            assert isinstance(self.do(event), ev.JoinRefused)
+
+    @rule(pick=picks, dies=st.sampled_from([False, True]), confirmed=st.booleans())
+    def close(self, pick: int, dies: bool, confirmed: bool) -> None:
+        """A connection ends, and often its process with it."""
+        peer = self.some_peer(pick)
+        self.do(ev.PeerClosed(peer))
+        if dies:
+            self.do(ev.PeerGone(peer, confirmed))
+
+    @rule(pick=picks, really=rarely, confirmed=st.booleans())
+    def die(self, pick: int, really: bool, confirmed: bool) -> None:
+        """A process ends before its connection is seen to close."""
+        self.do(ev.PeerGone(self.some_peer(pick) if really else PeerId(7), confirmed))
+
+    def some_peer(self, pick: int) -> PeerId:
+        alive = sorted(self.model.peers)
+        return PeerId(alive[pick % len(alive)]) if alive else PeerId(7)
+
+    @rule(
+        seat=seats,
+        prompt=prompts,
+        start=st.sampled_from([0, 0, 0, 1, 3]),
+        salt=salts,
+        publish=st.booleans(),
+        alone=rarely,
+    )
+    def stage(
+        self, seat: int, prompt: str, start: int, salt: str | None, publish: bool, alone: bool
+    ) -> None:
+        name = self.cast[seat]
+        if not alone:
+            self.complete(name)
+        chain = self.chain(name, prompt, salt)
+        first = min(start, len(prompt) - 1)
+        item = ev.StageItem("r", chain[first], b"".join(chain[first + 1 :]), salt)
+        self.staged(name, (item,), publish)
+
+    @rule(seat=seats, other=seats, one=prompts, two=prompts, publish=st.booleans())
+    def stage_two(self, seat: int, other: int, one: str, two: str, publish: bool) -> None:
+        """Two requests in one step; the second may lie about its layout."""
+        name, lie = self.cast[seat], self.cast[other]
+        chains = self.chain(name, one, None), self.chain(lie, two, None)
+        items = tuple(ev.StageItem("r", c[0], b"".join(c[1:])) for c in chains)
+        self.staged(name, items, publish)
+
+    def staged(self, name: str, items: tuple[ev.StageItem, ...], publish: bool) -> None:
+        reply = self.do(ev.Stage(name, items))
+        assert isinstance(reply, ev.Staged)
+        if publish and reply.leases:
+            self.do(ev.Commit(name, reply.leases))
+        else:
+            self.writes += [(name, lease) for lease in reply.leases]
+
+    @rule(seat=seats, prompt=prompts, reads=st.integers(1, 2), ends=st.sampled_from([False, True]))
+    def serve(self, seat: int, prompt: str, reads: int, ends: bool) -> None:
+        """What an engine does for one request: store it, and find it again."""
+        name = self.cast[seat]
+        self.complete(name)
+        chain = self.chain(name, prompt, None)
+        self.staged(name, (ev.StageItem("r", chain[0], b"".join(chain[1:])),), True)
+        for _ in range(reads):
+            self.look_up(name, chain)
+        if ends and self.reads:
+            self.do(ev.End(*self.reads[-1], tuple(range(ENGINES[name].world))))
+
+    @rule(pick=picks, many=st.integers(1, 4), wrong=rarely)
+    def commit(self, pick: int, many: int, wrong: bool) -> None:
+        name, leases = self.some_writes(pick, many)
+        self.do(ev.Commit(self.cast[0] if wrong else name, leases))
+
+    @rule(pick=picks, many=st.integers(1, 4), confirmed=st.booleans(), wrong=rarely)
+    def abort(self, pick: int, many: int, confirmed: bool, wrong: bool) -> None:
+        name, leases = self.some_writes(pick, many)
+        self.do(ev.Abort("nobody" if wrong else name, leases, confirmed))
+
+    def some_writes(self, pick: int, many: int) -> tuple[str, tuple[LeaseId, ...]]:
+        """Leases of one session, the last ones first; some of them ended long ago."""
+        if not self.writes:
+            return "plain", (LeaseId(5),)
+        name = self.writes[-1 - pick % len(self.writes)][0]
+        mine = [lease for owner, lease in self.writes if owner == name]
+        return name, tuple(mine[::-1][:many])
+
+    @rule(seat=seats, other=seats, prompt=prompts, salt=salts, near=st.booleans(), lie=rarely)
+    def lookup(
+        self, seat: int, other: int, prompt: str, salt: str | None, near: bool, lie: bool
+    ) -> None:
+        name = self.cast[seat]
+        if prompt != "b":
+            self.complete(name)
+        chain = self.chain(self.cast[other] if lie else name, prompt, salt)
+        self.look_up(name, chain, salt, near)
+
+    def look_up(
+        self, name: str, chain: list[ChunkHash], salt: str | None = None, near: bool = True
+    ) -> None:
+        reply = self.do(ev.Lookup(name, "r", b"".join(chain[1:]), salt, near))
+        assert isinstance(reply, ev.Hit)
+        if reply.lease:
+            self.reads.append((name, reply.lease))
+
+    @rule(
+        pick=picks,
+        ranks=st.sampled_from([(0,), (1,), (0, 1), (0, 0), (1, 5)]),
+        outcome=st.sampled_from(EndOutcome),
+        wrong=rarely,
+    )
+    def end(self, pick: int, ranks: tuple[int, ...], outcome: EndOutcome, wrong: bool) -> None:
+        name, lease = self.some_read(pick)
+        self.do(ev.End(self.cast[0] if wrong else name, lease, ranks, outcome))
+
+    def some_read(self, pick: int) -> tuple[str, LeaseId]:
+        """Mostly a late one; it may have ended."""
+        return self.reads[-1 - pick % len(self.reads)] if self.reads else ("plain", LeaseId(3))
+
+    @rule(seat=seats, pick=picks, many=st.integers(1, 2))
+    def drop(self, seat: int, pick: int, many: int) -> None:
+        """Chunks that are there, and one that is not."""
+        there = list(self.model.resident)
+        chosen = there[pick % len(there) :][:many] if there else []
+        self.do(ev.Drop(self.cast[seat], b"".join([*chosen, ChunkHash(b"?" * 32)])))
+
+    @rule(pick=picks)
+    def revoke(self, pick: int) -> None:
+        live = list(self.model.reads)
+        self.do(ev.Revoke(LeaseId(live[pick % len(live)]) if live else LeaseId(3)))
+
+    @rule(force=st.booleans(), really=rarely)
+    def clear(self, force: bool, really: bool) -> None:
+        if really:
+            self.do(ev.Clear(force))
+
+    @rule(passed_s=st.sampled_from([0.0, 0.5, 2.0, 5.0]))
+    def tick(self, passed_s: float) -> None:
+        self.now_s += passed_s
+        self.do(ev.Tick())
+
+    @rule(pages=st.integers(0, 12))
+    def grow(self, pages: int) -> None:
+        if self.directory.arena.populated_bytes < 200 * PAGE:
+            self.do(ev.Grown(self.directory.arena.populated_bytes + pages * PAGE))
+
+    # ---- liveness: when all is over nothing is left, and the server is as good as new
+
+    def teardown(self) -> None:
+        if not hasattr(self, "directory"):
+            return
+        for peer in sorted(self.model.peers):
+            self.do(ev.PeerGone(PeerId(peer)))
+        self.now_s += 1000.0
+        self.do(ev.Tick())
+        used = self.directory.slots.bytes_in
+        for state in (SlotState.STAGING, SlotState.ORPHANED, SlotState.QUARANTINED):
+            assert used[state] == 0
+        assert self.directory.slots.reserved_bytes == 0
+        assert self.directory.sessions == {}
+        assert self.directory.residents.unlinked == set()
+        self.do(ev.Clear())
+        assert self.directory.arena.largest_free_bytes() == self.directory.arena.populated_bytes
+        self.do(self.hello("plain", 0, 0, PeerId(0)))
+        chain = self.chain("plain", "a", None)
+        reply = self.do(ev.Stage("plain", (ev.StageItem("r", chain[0], chain[1]),)))
+        assert isinstance(reply, ev.Staged)
+        assert reply.outcomes == (StageOutcome.GRANTED,)
+        self.do(ev.Commit("plain", reply.leases))
+        hit = self.do(ev.Lookup("plain", "r", chain[1]))
+        assert isinstance(hit, ev.Hit)
+        assert hit.chunks == 1 or hit.reasons == (Reason.NO_ROOM,)
+
+
+def is_revoked(effect: ev.Effect) -> bool:
+    return isinstance(effect, ev.LeaseRevoked)
+
+
+def refused(event: ev.Event, reply: ev.Reply) -> bool:
+    """Whether the answer says that nothing was done."""
+    match reply:
+        case ev.JoinRefused():
+            return True
+        case ev.Hit():
+            return not reply.lease
+        case ev.Staged():
+            return not {StageOutcome.GRANTED, StageOutcome.NO_ROOM} & set(reply.outcomes)
+        case ev.Committed():
+            return not any(outcome.value < 2 for outcome in reply.outcomes)
+        case ev.Done():
+            return reply == EMPTY and not isinstance(event, ev.PeerGone | ev.Grown)
+    return False
+
+
+TestDirectory = DirectoryMachine.TestCase
+TestDirectory.settings = settings(max_examples=4 * settings().max_examples)
