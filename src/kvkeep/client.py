@@ -120,13 +120,13 @@ class Client:
     def close(self) -> None:
         """Unmap, say Bye and end. Never raises."""
         self._stop.set()
-        if self._watcher is not None and self._watcher is not threading.current_thread():
-            self._watcher.join(2 * CONNECT_TIMEOUT_S)
         unmapped = self.mapping is None or self.mapping.close()
         with self._lock:
             if unmapped and self._sock is not None:
                 self._send(encode(m.Bye()))
             self._disconnect("closed", State.CLOSED)
+        if self._watcher is not None and self._watcher is not threading.current_thread():
+            self._watcher.join(2 * CONNECT_TIMEOUT_S)
 
     @property
     def up(self) -> bool:
@@ -231,13 +231,15 @@ class Client:
 
     # ---- inside
 
-    def _poll(self, timeout_s: float) -> None:
+    def _poll(self, timeout_s: float, events: int = select.POLLIN) -> None:
         sock = self._sock
         if sock is None:
             return
+        if events == select.POLLIN:  # another thread may take what we wait for before we wake
+            timeout_s = min(timeout_s, PROBE_S)
         poller = select.poll()
         with contextlib.suppress(OSError, ValueError):  # closed under us: pump sees it
-            poller.register(sock, select.POLLIN)
+            poller.register(sock, events)
             poller.poll(max(0.0, timeout_s) * 1e3)
 
     def _send(self, frame: bytes) -> bool:
@@ -307,6 +309,8 @@ class Client:
         if self._sock is None:
             self.state = state
             return
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes the watcher; close() alone does not
         self._sock.close()
         self._sock = None
         self._unsent.clear()
@@ -348,17 +352,8 @@ class Client:
         schedules = self._hello.role in (Role.SCHEDULER, Role.BOTH)
         busy = self._calls or (schedules and self.ready is None)
         wait_s = PROBE_S if busy else IDLE_S
-        self._await_hangup(0.0 if self._touch_pages() else wait_s)
-
-    def _await_hangup(self, timeout_s: float) -> None:
-        """Wait without waking for data: callers read their answers themselves."""
-        sock = self._sock
-        if sock is None:
-            return
-        poller = select.poll()
-        with contextlib.suppress(OSError, ValueError):
-            poller.register(sock, select.POLLRDHUP)
-            poller.poll(timeout_s * 1e3)
+        # Data does not wake us: callers read their answers themselves.
+        self._poll(0.0 if self._touch_pages() else wait_s, select.POLLRDHUP)
 
     def _note_failure(self, state: State, why: str) -> None:
         with self._lock:

@@ -126,6 +126,7 @@ def test_no_server(kvkeep: Command, tmp_path: Path, command: str) -> None:
     assert "start one with kvkeep serve" in done.sentence
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["status"], ["serve", "--l1-size", "8MiB", "--no-http"]])
 def test_another_users_socket(tmp_path: Path, command: list[str]) -> None:
     """As root: asked as nobody. As anybody else: the socket's directory is closed."""

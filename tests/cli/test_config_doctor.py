@@ -28,6 +28,7 @@ def test_config_names_every_key_and_its_source(
     assert f"file {file}" in shown.out
 
 
+@pytest.mark.slow
 def test_doctor(kvkeep: Command, tmp_path: Path) -> None:
     with running_server(tmp_path) as server:
         arguments = ("doctor", "--socket", server.socket, "--set", "http.port=0")

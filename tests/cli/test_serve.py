@@ -4,6 +4,7 @@ import stat
 from pathlib import Path
 
 import msgspec
+import pytest
 from tests.servers import run_kvkeep, running_server
 
 
@@ -40,6 +41,7 @@ def test_settings_reach_the_server(tmp_path: Path) -> None:
         assert server.status()["l1"]["capacity_bytes"] == 24 << 20
 
 
+@pytest.mark.slow
 def test_the_socket_of_a_killed_server_is_replaced(tmp_path: Path) -> None:
     with running_server(tmp_path, populated=False) as first:
         first.kill()
@@ -51,6 +53,7 @@ def test_the_socket_of_a_killed_server_is_replaced(tmp_path: Path) -> None:
             assert msgspec.json.decode(done.stdout)["epoch"] == second.status()["epoch"]
 
 
+@pytest.mark.slow
 def test_a_socket_already_served(tmp_path: Path) -> None:
     with running_server(tmp_path, populated=False) as server:
         second = run_kvkeep("serve", "--socket", server.socket, "--l1-size", "8MiB", "--no-http")
@@ -60,6 +63,7 @@ def test_a_socket_already_served(tmp_path: Path) -> None:
         assert server.get("/healthz")[0] == 200  # the first one did not notice
 
 
+@pytest.mark.slow
 def test_a_port_already_taken(tmp_path: Path) -> None:
     with running_server(tmp_path, populated=False) as server:
         port = server.url.rpartition(":")[2]

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import threading
+import time
 from pathlib import Path
 
 from tests.process.engine import CHAIN_CHUNKS, OBJECT_BYTES, Engine, content, until
@@ -163,6 +164,29 @@ def test_calls_of_many_threads_get_their_own_answers(server: Server) -> None:
         assert len(answers) == 200
         assert len(set(answers)) == 200
         assert all(asked == answered for asked, answered in answers)
+
+
+def test_an_answer_read_by_another_thread_is_seen_at_once(server: Server) -> None:
+    """Who waits on the socket must not sleep on when somebody else took its answer."""
+    with Engine(server.socket, "thief").wait_ready() as engine:
+        stop = threading.Event()
+
+        def pump() -> None:
+            while not stop.is_set():
+                engine.client.pump()
+
+        thief = threading.Thread(target=pump)
+        thief.start()
+        try:
+            slowest_s = 0.0
+            for _ in range(60):
+                started_s = time.monotonic()
+                engine.client.ask(m.Ping, 5.0)
+                slowest_s = max(slowest_s, time.monotonic() - started_s)
+        finally:
+            stop.set()
+            thief.join(10)
+    assert slowest_s < 2.5
 
 
 def test_an_unknown_end_is_no_problem(server: Server) -> None:

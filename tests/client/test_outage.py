@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.process.engine import CHAIN_CHUNKS, OBJECT_BYTES, Engine, hello, until
+from tests.process.health import run_delay_s
 from tests.process.peer import Peer, l1, settle
 from tests.servers import Server, running_server
 
@@ -46,12 +47,6 @@ def scheduler(server: Server, session: str) -> Iterator[Client]:
         yield client
     finally:
         client.close()
-
-
-def run_delay_s() -> float:
-    """How long this thread was ready to run while the machine ran others: not the client's doing."""
-    with open("/proc/thread-self/schedstat") as file:
-        return int(file.read().split()[1]) / 1e9
 
 
 def give_up(client: Client, engine: Engine, request: int) -> list[Call]:
@@ -144,12 +139,13 @@ def test_a_full_send_buffer_does_not_block(server: Server) -> None:
         settle(server)
 
 
+@pytest.mark.parametrize("attempt", range(4))
 @pytest.mark.parametrize("stale_first", [True, False])
 def test_who_gave_up_during_the_handshake_replaces_nobody(
-    server: Server, stale_first: bool
+    server: Server, stale_first: bool, attempt: int
 ) -> None:
     """While a server is stopped its backlog fills with the attempts of one client."""
-    session = f"stale-{stale_first}"
+    session = f"stale-{stale_first}-{attempt}"
     stale, live = Peer.at(server.socket), Peer.at(server.socket)
     with stopped(server):
         for peer in (stale, live) if stale_first else (live, stale):
@@ -158,8 +154,8 @@ def test_who_gave_up_during_the_handshake_replaces_nobody(
     live.expect(m.Ready)
     live.send(m.Ping(1))
     live.expect(m.Pong)
-    (mine,) = [s for s in server.status()["sessions"] if s["session"] == session]
-    assert mine["ready"]
+    mine = [s["ready"] for s in server.status()["sessions"] if s["session"] == session]
+    assert mine == [True]
     live.close()
 
 
@@ -236,7 +232,10 @@ def test_a_killed_server_leaves_no_arena_behind(tmp_path: Path, times: int) -> N
         for _ in range(times):
             assert restart(tmp_path, path, engines) < 2.0
         assert all(engine.client.state is State.CONNECTING for engine in engines)
-        until(lambda: all("no server at" in engine.client.why for engine in engines))
+        until(
+            lambda: all("no server at" in engine.client.why for engine in engines),
+            story=[engine.log for engine in engines],
+        )
     finally:
         for engine in engines:
             engine.client.close()

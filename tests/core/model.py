@@ -9,6 +9,9 @@ whether that chunk could go.
 from dataclasses import dataclass, field
 from itertools import count, groupby
 
+from tests.core.build import PAGE, words
+from tests.core.model_sessions import Member, Party
+
 from kvkeep.core import events as ev
 from kvkeep.core.directory import Limits
 from kvkeep.types import (
@@ -20,8 +23,6 @@ from kvkeep.types import (
     RowSpec,
     StageOutcome,
 )
-from tests.core.build import PAGE, words
-from tests.core.model_sessions import Member, Party
 
 Rows = tuple[RowSpec, ...]
 
@@ -113,12 +114,17 @@ class Memory:
         self.free += [True] * more
         self.content += [0] * more
 
-    def take(self, slot: int, offset: int, generation: int, size_bytes: int) -> Extent:
+    def take(self, handle: tuple[int, ...], size_bytes: int) -> Extent:
         """A grant: nobody else may have these pages; the writer fills them at once."""
+        slot, offset, generation = handle
         first = offset // PAGE
         assert offset % PAGE == 0
         extent = Extent(
-            slot, offset, generation, range(first, first + pages_of(size_bytes)), next(self._contents)
+            slot,
+            offset,
+            generation,
+            range(first, first + pages_of(size_bytes)),
+            next(self._contents),
         )
         assert extent.pages.stop <= len(self.free), "past what is populated"
         assert all(self.free[p] for p in extent.pages), "handed out while somebody may use it"
@@ -183,7 +189,7 @@ class Model(Party):
         return sum(c.bytes for c in {id(c): c for c in mine}.values())
 
     def holds(self, session: str) -> bool:
-        leases = [*self.writes.values(), *self.reads.values()]
+        leases: list[Write | Read] = [*self.writes.values(), *self.reads.values()]
         return any(lease.session == session for lease in leases)
 
     # ---- one event
@@ -233,7 +239,9 @@ class Model(Party):
     def _check_handles(self, reply: ev.Hit, found: list[Stored | None], rows: int) -> None:
         assert len(reply.columns) == rows
         for row, column in enumerate(reply.columns):
-            handles = zip(*map(words, (column.slots, column.offsets, column.generations)), strict=True)
+            handles = zip(
+                *map(words, (column.slots, column.offsets, column.generations)), strict=True
+            )
             for chunk, handle in zip(found, handles, strict=True):
                 if chunk is None:
                     assert handle == (ev.NO_SLOT, 0, 0)
@@ -293,12 +301,12 @@ class Model(Party):
                     assert member is not None
                     handles = [next(column) for column in columns]
                     extents = [
-                        self.memory.take(*handle, spec.object_bytes)
+                        self.memory.take(handle, spec.object_bytes)
                         for handle, spec in zip(handles, member.rows, strict=True)
                     ]
                     self._granted(event.session, next(leases), item, chunk_hash, parent, extents)
                 parent = chunk_hash
-        assert next(outcomes, None) is next(leases, None) is None
+        assert [*outcomes, *leases] == []
         if len(event.items) == 1 and member is not None:
             self._check_room(event.items[0], member, reply, gone)
         assert reply.largest_free_bytes == self.memory.longest_run(set()) * PAGE
@@ -373,7 +381,9 @@ class Model(Party):
         slots = len(self.memory.generations)
         if StageOutcome.NO_ROOM in reply.outcomes and len(member.rows) == 1 and slots > 100:
             keep = line | set(split(item.hashes))
-            moving = [c for c in self.resident.values() if c.hash not in keep and not self.readers(c)]
+            moving = [
+                c for c in self.resident.values() if c.hash not in keep and not self.readers(c)
+            ]
             pages = {page for c in moving for e in c.extents for page in e.pages}
             assert self.memory.longest_run(pages) < pages_of(member.rows[0].object_bytes)
 

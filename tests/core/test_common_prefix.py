@@ -48,7 +48,9 @@ def tables(draw: st.DrawFn) -> tuple[list[RowSpec], list[list[bool]], int]:
 
 
 @given(tables())
-def test_it_is_the_largest_usable_length(table: tuple[list[RowSpec], list[list[bool]], int]) -> None:
+def test_it_is_the_largest_usable_length(
+    table: tuple[list[RowSpec], list[list[bool]], int],
+) -> None:
     rows, held, chunks = table
     assert common_prefix(rows, held, chunks) == oracle(rows, held, chunks)
 

@@ -1,6 +1,7 @@
 """Examples for every promise of the directory; `test_machine.py` tries the combinations."""
 
 import pytest
+from tests.core.build import FULL, PAGE, World, alone, chain, row, words
 
 from kvkeep.core import events as ev
 from kvkeep.core.directory import Limits
@@ -18,7 +19,6 @@ from kvkeep.types import (
     SlotState,
     StageOutcome,
 )
-from tests.core.build import FULL, PAGE, World, alone, chain, row, words
 
 GRANTED, NO_ROOM = StageOutcome.GRANTED, StageOutcome.NO_ROOM
 OVER_CAP, IN_PROGRESS = StageOutcome.OVER_CAP, StageOutcome.IN_PROGRESS

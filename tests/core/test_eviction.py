@@ -3,11 +3,11 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.core.build import PAGE, World, alone, chain, row
 
 from kvkeep.core import events as ev
 from kvkeep.core.directory import Limits
 from kvkeep.types import Reason, RowSpec, StageOutcome
-from tests.core.build import PAGE, World, alone, chain, row
 
 GRANTED, NO_ROOM = StageOutcome.GRANTED, StageOutcome.NO_ROOM
 
@@ -187,10 +187,10 @@ A_SIZES = ((row(1),), (row(2),), (row(3), row(1)), (row(5),))
 @pytest.mark.parametrize("b_rows", [(row(7),), (row(1),), (row(2),), (row(6), row(3)), (row(40),)])
 def test_after_a_shift_of_the_mix_the_new_size_has_the_memory(b_rows: tuple[RowSpec, ...]) -> None:
     """Four sizes side by side, then one that is larger or smaller: it wins every slab back."""
-    world = World(pages=2048, check_every=50)
+    world = World(pages=1024, check_every=50)
     for number, rows in enumerate(A_SIZES):
         world.join(f"a{number}", rows)
-    for step in range(700):
+    for step in range(350):
         number = step % len(A_SIZES)
         world.store(f"a{number}", alone(f"{step}", 5))
     assert world.directory.arena.free_bytes < 20 * PAGE
@@ -203,11 +203,11 @@ def test_after_a_shift_of_the_mix_the_new_size_has_the_memory(b_rows: tuple[RowS
         if step > 4 * could and step % 16 == 0:
             sizes = [c.size_bytes for c in world.directory.residents.index.values()]
             most = max(most, sizes.count(chunk_bytes))
-    assert most >= 0.97 * could
+    assert most >= int(0.97 * could)
 
 
 def test_gaps_are_won_back_at_the_cost_of_cold_chunks_only() -> None:
-    """Six one-page gaps between two-page chunks; the coldest chunks beside gaps go, a warm stays."""
+    """Six one-page gaps between two-page chunks: the coldest beside them go, a warm one stays."""
     world = World(pages=18)
     world.join("two", (row(2),))
     world.join("one")

@@ -102,7 +102,7 @@ def with_extra(*extras: tuple[ExtraKey, ...]) -> list[bytes]:
     return [chunk_hash(ROOT, token_bytes([1]), extra) for extra in extras]
 
 
-BOUNDARIES = {
+BOUNDARIES: dict[str, list[bytes]] = {
     "salt and adapter": roots(("ab", "c"), ("a", "bc"), ("abc", ""), ("", "abc"), ("abc", None)),
     "no salt and empty salt": roots((None, None), ("", None), (None, ""), ("", "")),
     "salt or adapter": roots(("x", None), (None, "x")),

@@ -1,6 +1,7 @@
 """Who belongs to a session, and what a close or a death does to memory."""
 
 import pytest
+from tests.core.build import FULL, PAGE, World, chain, row
 
 from kvkeep.core import events as ev
 from kvkeep.types import (
@@ -13,7 +14,6 @@ from kvkeep.types import (
     SlotState,
     StageOutcome,
 )
-from tests.core.build import FULL, PAGE, World, chain, row
 
 P = chain("a", 4)
 NOT_READY = StageOutcome.NOT_READY

@@ -5,12 +5,12 @@ from typing import Any
 from tests.engine.child import Engine, StoreReader, differing, failing_loads
 
 
-def chats(socket: str, mode: str, budget: int, blocks: int | None = None) -> Any:
-    """Four two-turn chats at once; the second turn hits the first turn's generated tokens.
+def chats(socket: str, mode: str, chats: int, blocks: int | None = None) -> Any:
+    """Two-turn chats at once; the second turn hits the first turn's generated tokens.
 
     Also a small KV space (preemption) and n-gram speculation, by `mode` and `blocks`.
     """
-    options: dict[str, Any] = {"max_num_batched_tokens": budget}
+    options: dict[str, Any] = {"max_num_batched_tokens": 256}
     if mode == "ngram":
         options["speculative_config"] = {
             "method": "ngram",
@@ -18,14 +18,14 @@ def chats(socket: str, mode: str, budget: int, blocks: int | None = None) -> Any
             "prompt_lookup_max": 4,
         }
     if blocks is not None:
-        options["num_gpu_blocks_override"] = blocks
+        options |= {"num_gpu_blocks_override": blocks, "max_model_len": 1024}
     engine = Engine(socket, options, async_scheduling=mode == "async")
     engine.wait_ready()
     reader = StoreReader(engine)
-    answer_tokens = 100
+    answer_tokens = 70
     text = engine.tokens(5000)
     again = text[500:560] * 2 if mode == "ngram" else []  # something for the drafter to find
-    first = [text[i * 700 : i * 700 + 180 + 37 * i] + again for i in range(4)]
+    first = [text[i * 700 : i * 700 + 180 + 37 * i] + again for i in range(chats)]
     cold1, second, cold2 = [], [], []
     clean: dict[str, list[Any]] = {}
     for i, prompt in enumerate(first):

@@ -68,11 +68,11 @@ def test_a_new_process_takes_whole_chunks(socket: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "budget", "blocks"),
-    [("sync", 256, None), ("async", 256, None), ("ngram", 256, None), ("async", 256, 36)],
+    ("mode", "chats", "blocks"),
+    [("sync", 3, None), ("async", 3, None), ("ngram", 2, None), ("async", 4, 34)],
 )
-def test_two_turn_chats(socket: str, mode: str, budget: int, blocks: int | None) -> None:
-    answer = scenario("chats", socket, mode=mode, budget=budget, blocks=blocks)
+def test_two_turn_chats(socket: str, mode: str, chats: int, blocks: int | None) -> None:
+    answer = scenario("chats", socket, mode=mode, chats=chats, blocks=blocks)
     assert all(answer["same1"])
     assert all(answer["same2"])
     assert all(answer["same3"])

@@ -38,6 +38,7 @@ def test_twenty_seeds_are_clean() -> None:
     assert result["events"] > SEEDS * 300
     copies = result["copies"]  # the run is worth nothing if nothing was moved or lost
     assert copies["store_done"] > 500
+    assert copies["store_refused"] > 0
     assert copies["load_done"] > 500
     assert copies["load_stale"] > 0
     assert copies["load_failed"] > 0
@@ -101,7 +102,7 @@ def quarantine_is_skipped(patch: Patch) -> None:
     def no_dma(self: Directory, slot: SlotId, writer: int, **how: Any) -> None:
         if (peer := self.peers.get(writer)) is not None:
             peer.dma = False
-        give_up(self, slot, writer, **how)  # type: ignore[arg-type]
+        give_up(self, slot, writer, **how)
 
     patch.setattr(Directory, "give_up", no_dma)
 
@@ -199,6 +200,7 @@ BUGS: tuple[Callable[[Patch], None], ...] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", BUGS, ids=lambda bug: bug.__name__)
 def test_a_planted_bug_is_found(plant: Callable[[Patch], None], monkeypatch: Patch) -> None:
     plant(monkeypatch)

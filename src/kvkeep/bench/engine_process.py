@@ -51,7 +51,7 @@ class EngineFailed(KVKeepError):
 
 
 def require_engine(model: Path | None = None) -> Path:
-    """A model's directory (the demo's unless given); EngineUnavailable when something is missing."""
+    """A model's directory, the demo's unless given. Raises EngineUnavailable."""
     if importlib.util.find_spec("vllm") is None:
         raise EngineUnavailable(
             "vLLM is not installed here. In a checkout run: make setup-engine. Elsewhere, for a "

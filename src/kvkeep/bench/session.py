@@ -100,6 +100,8 @@ class Session:
         call = client.call(make)
         if call is None or not client.wait(call) or not isinstance(call.reply, kind):
             raise ServerAway(f"the server at {client.path} stopped answering during the bench")
+        if call.abandoned:  # the client gave up waiting and hands back what the answer grants
+            raise ServerAway("the server answered too late: this machine is too busy to measure")
         return call.reply
 
     def stage(self, root: ChunkHash, hashes: bytes) -> tuple[tuple[int, ...], Handles]:

@@ -5,32 +5,36 @@ resumes by itself. In fp32, so that an answer from cached KV must equal the comp
 token. Every process started here has ended when `run_demo` returns or raises.
 """
 
-import shutil
-import signal
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 
 from kvkeep.bench.engine_messages import Start
 from kvkeep.bench.engine_process import EngineProcess, ServerProcess, require_engine
-from kvkeep.cli.demo_prompts import QUESTIONS, Prompts, build_prompts, read_document
+from kvkeep.bench.engine_scratch import ended_by_signals, scratch
+from kvkeep.cli.demo_prompts import (
+    QUESTIONS,
+    Prompts,
+    build_prompts,
+    read_document,
+    whole_chunk_tokens,
+)
 from kvkeep.cli.demo_report import DEVICE, L1, MIN_SPEEDUP, NONE, Report, Run
 from kvkeep.cli.operator import ask
 from kvkeep.errors import KVKeepError
 
-ANSWER_TOKENS = 40
+ANSWER_TOKENS = 32
 MAX_MODEL_LEN = 8_192
 DTYPE = "float32"
-_MAX_FOLDER_CHARACTERS = 80  # a socket's path has room for about 100
-_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class CannotWrite(KVKeepError):
     """The result file cannot be written; said before anything is started."""
+
+
+class DemoFailed(KVKeepError):
+    """Something was not as it must be."""
 
 
 def run_demo(
@@ -48,7 +52,7 @@ def run_demo(
     say("looking for vLLM and the demo model (made once, about a minute)")
     found = require_engine(model)
     report = Report(l1_size=l1_size)
-    with _ended_by_signals(), _scratch() as folder, ExitStack() as children:
+    with ended_by_signals(), scratch("kvkeep-demo-") as folder, ExitStack() as children:
         demo = _Demo(folder, str(found), report, children, say)
         demo.run(source, text)
         report.show()
@@ -60,10 +64,6 @@ def run_demo(
             raise DemoFailed(f"the demo did not show what it must; see {json_path}")
     _conclude(report, json_path)
     return 0
-
-
-class DemoFailed(KVKeepError):
-    """Something was not as it must be."""
 
 
 class _Demo:
@@ -146,7 +146,10 @@ class _Demo:
         if answer.cached_tokens and expected != NONE:  # then a server is there to be asked
             told = ask(str(self._socket), "explain", answer.request)
             l1_tokens = int(told["hit_tokens"]["l1"])
-        self._report.runs.append(Run(name, question, expected, answer, l1_tokens))
+        # A chunk is reused when all of it is shared: by both prompts, or by one asked again.
+        reusable = prompts.shared_tokens if question > 1 else answer.prompt_tokens - 1
+        whole = whole_chunk_tokens(min(reusable, answer.prompt_tokens - 1))
+        self._report.runs.append(Run(name, question, expected, answer, l1_tokens, whole))
         self._say(
             f"  first token after {answer.ttft_s:.2f} s, {answer.cached_tokens} tokens cached"
         )
@@ -171,36 +174,3 @@ class _Say:
     def __call__(self, text: str) -> None:
         now_s = time.monotonic() - self._started_s
         print(f"[{now_s:4.0f} s] {text}", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    """A folder for the socket and the logs; it stays, and is named, when something failed."""
-    folder = Path(tempfile.mkdtemp(prefix="kvkeep-demo-"))
-    if len(str(folder)) > _MAX_FOLDER_CHARACTERS:
-        folder.rmdir()
-        folder = Path(tempfile.mkdtemp(prefix="kvkeep-demo-", dir="/tmp"))
-    try:
-        yield folder
-    except KeyboardInterrupt:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    except BaseException:
-        print(f"kvkeep: logs of the server and the engines: {folder}/*.log", file=sys.stderr)
-        raise
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and a closed terminal end the demo as Ctrl-C does: children first."""
-
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in _ENDING_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,8 +1,7 @@
 """The demo's document and questions, and how much of the document goes into the prompt.
 
-The document comes first in the chat, so that both questions share it as a prefix. It is cut so
-that the first prompt ends a few tokens after a whole chunk: what a hit leaves to compute is then
-the same small rest on every machine.
+The document comes first in the chat, so that both questions share it as a prefix. It is cut where a
+chunk ends: what a hit leaves to compute is then the question alone.
 """
 
 from dataclasses import dataclass
@@ -15,13 +14,12 @@ from kvkeep.connectors.vllm.settings import DEFAULT_CHUNK_TOKENS
 from kvkeep.errors import KVKeepError
 
 QUESTIONS = (
-    "In one sentence: what is the document above about?",
-    "Name three parts of what the document above describes.",
+    "What is the document above about?",
+    "Name the main parts of the system described above.",
 )
 MIN_DOCUMENT_TOKENS = 3_000
 # A CPU computes a prompt of 13 chunks in half a minute in fp32, and the demo does so four times.
 MAX_CHUNKS = 13
-REST_TOKENS = 8  # of the first prompt, after its last whole chunk
 _PACKAGED = "data/ARCHITECTURE.md"
 _IN_CHECKOUT = "docs/ARCHITECTURE.md"
 
@@ -32,16 +30,17 @@ class DocumentUnusable(KVKeepError):
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """One prompt per question, and how many of the document's tokens are in each."""
+    """One prompt per question; they share `shared_tokens`, `used_tokens` of it the document's."""
 
     ids: tuple[list[int], ...]
+    shared_tokens: int
     document_tokens: int
     used_tokens: int
 
 
-def whole_chunk_tokens(prompt_tokens: int) -> int:
-    """Tokens of a prompt that whole chunks cover; a hit never takes the last token."""
-    return (prompt_tokens - 1) // DEFAULT_CHUNK_TOKENS * DEFAULT_CHUNK_TOKENS
+def whole_chunk_tokens(tokens: int) -> int:
+    """How many of the first `tokens` tokens whole chunks cover."""
+    return tokens // DEFAULT_CHUNK_TOKENS * DEFAULT_CHUNK_TOKENS
 
 
 def read_document(path: Path | None) -> tuple[str, str]:
@@ -61,14 +60,14 @@ def build_prompts(piece: Piece, source: str) -> Prompts:
         raise DocumentUnusable(
             f"the document {source} has {have} tokens; the demo needs {MIN_DOCUMENT_TOKENS} or more"
         )
-    around = len(piece.head) + len(piece.tails[0])
-    used = min(have, MAX_CHUNKS * DEFAULT_CHUNK_TOKENS + REST_TOKENS - around)
-    chunks = (used + around - REST_TOKENS) // DEFAULT_CHUNK_TOKENS
-    cut = chunks * DEFAULT_CHUNK_TOKENS + REST_TOKENS - around
+    head = len(piece.head)
+    used = min(have, MAX_CHUNKS * DEFAULT_CHUNK_TOKENS - head)
+    cut = (head + used) // DEFAULT_CHUNK_TOKENS * DEFAULT_CHUNK_TOKENS - head
     if cut >= MIN_DOCUMENT_TOKENS:
         used = cut
     shared = piece.head + piece.document[:used]
-    return Prompts(tuple(shared + tail for tail in piece.tails), have, used)
+    ids = tuple(shared + tail for tail in piece.tails)
+    return Prompts(ids, len(shared), have, used)
 
 
 def _own_document() -> tuple[str, str]:

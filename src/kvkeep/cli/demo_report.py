@@ -1,6 +1,7 @@
 """What the demo saw: one row per answer, what must hold for it, the table and demo.json."""
 
 import json
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,14 +9,15 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kvkeep.bench.engine_messages import Answer
-from kvkeep.cli.demo_prompts import whole_chunk_tokens
 
 MIN_L1_SHARE = 0.95  # of the tokens that whole chunks cover
 MIN_SPEEDUP = 10.0  # time to first token: cold over L1
 NONE, DEVICE, L1 = "none", "device", "l1"
 _ANSWER_CHARACTERS = 60
+PIPE_COLUMNS = 150
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class Run:
     expected: str  # tier
     answer: Answer
     l1_tokens: int
+    whole_chunk_tokens: int  # of its prompt, those that can come from L1
 
     @property
     def device_tokens(self) -> int:
@@ -42,12 +45,14 @@ class Run:
 
     def problem(self) -> str | None:
         """What is not as it must be, in one sentence."""
-        whole = whole_chunk_tokens(self.answer.prompt_tokens)
+        whole = self.whole_chunk_tokens
         if self.expected == L1 and self.l1_tokens < MIN_L1_SHARE * whole:
             return (
                 f'"{self.name}": {self.l1_tokens} of {whole} tokens came from L1, at least '
                 f"{MIN_L1_SHARE:.0%} must; if L1 is too small for them, give it more (--l1-size)"
             )
+        if self.expected == DEVICE and not self.device_tokens:
+            return f'"{self.name}": vLLM found nothing in its own prefix cache'
         if self.expected == NONE and self.answer.cached_tokens:
             return f'"{self.name}": {self.answer.cached_tokens} tokens were cached, none should be'
         return None
@@ -106,7 +111,7 @@ class Report:
                 "name": run.name,
                 "question": run.question,
                 "prompt_tokens": run.answer.prompt_tokens,
-                "whole_chunk_tokens": whole_chunk_tokens(run.answer.prompt_tokens),
+                "whole_chunk_tokens": run.whole_chunk_tokens,
                 "cached_tokens": run.answer.cached_tokens,
                 "cached_by_tier": {DEVICE: run.device_tokens, L1: run.l1_tokens},
                 "tier": run.tier,
@@ -145,10 +150,8 @@ class Report:
                 _short(run.answer.text),
                 self._verdict(run),
             )
-        console = Console(soft_wrap=False)
-        if not console.is_terminal:
-            console.width = max(console.width, 150)
-        console.print(table)
+        width = None if sys.stdout.isatty() else PIPE_COLUMNS
+        Console(width=width).print(table)
 
     def _verdict(self, run: Run) -> str:
         if run is self.reference(run.question):
@@ -156,8 +159,8 @@ class Report:
         return "[green]yes[/]" if self.is_same(run) else "[red]NO[/]"
 
 
-def _short(text: str) -> str:
-    flat = " ".join(text.split()).replace("[", "\\[")
-    if len(flat) <= _ANSWER_CHARACTERS:
-        return flat
-    return flat[: _ANSWER_CHARACTERS - 1] + "…"
+def _short(text: str) -> Text:
+    flat = " ".join(text.split())
+    if len(flat) > _ANSWER_CHARACTERS:
+        flat = flat[: _ANSWER_CHARACTERS - 1] + "…"
+    return Text(flat)  # a model's words are no markup

@@ -33,7 +33,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._queued: list[bytes] = []
         self.peer = PeerId(0)
-        self.why = "closed by the client"
+        self.why = ""  # it ended; empty: the client closed it
 
     def send(self, message: m.ServerMessage) -> None:
         """Queue one message; a client that does not read is dropped at the bound."""
@@ -64,8 +64,9 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._reader.pending_bytes and exc is None:
-            self.why = "it ended in the middle of a frame"
+        if not self.why:
+            cut = self._reader.pending_bytes
+            self.why = "it ended in the middle of a frame" if cut else "closed by the client"
         self._server.lost(self)
 
     def close(self) -> None:

@@ -6,12 +6,12 @@ that step's output. A request that shared a failed load is tainted: its staged c
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvkeep.core.events import NO_SLOT
-from kvkeep.testing.fake_client import Call, FakeClient
+from kvkeep.testing.fake_client import FakeClient
 from kvkeep.testing.layouts import Identity
 from kvkeep.testing.model import pack
 from kvkeep.testing.process import Process, ProcessEnded
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _MOST_REQUESTS = 4
 _LIFE_STEPS = (20, 400)
+_STALL_S = 1.5
 
 
 @dataclass(slots=True)
@@ -154,9 +155,12 @@ class Engine:
                 return
 
     async def _step_time(self) -> None:
-        await self.scheduler.process.sleep(self.world.rng.random() * self.world.knobs.step_s)
+        rng, knobs = self.world.rng, self.world.knobs
+        most_s = _STALL_S if rng.random() < knobs.stall else knobs.step_s
+        busy_s = max(0.0, self.world.busy_until_s - self.world.loop.time())
+        await self.scheduler.process.sleep(rng.random() * most_s + busy_s)
 
-    def _spawn(self, work: "asyncio._CoroutineLike[None]") -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self.world.spawn(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -191,12 +195,11 @@ class Engine:
         """Look up and load; chunks that need not be stored, None when they are being stored."""
         world, rng = self.world, self.world.rng
         found = await self._lookup(request, near=rng.random() >= world.knobs.far)
-        if found is not None and isinstance(found.reply, m.Found) and not found.reply.lease:
-            if found.reply.chunks:  # the answer stood, now it is about to be scheduled
-                found = await self._lookup(request, near=True)
-        if found is None or not isinstance(found.reply, m.Found) or not found.reply.lease:
+        if found is not None and found[0].chunks and not found[0].lease:
+            found = await self._lookup(request, near=True)  # now it is about to be scheduled
+        if found is None or not found[0].lease:
             return 0
-        reply = found.reply
+        reply, epoch = found
         await self._step_time()
         if request.aborted:  # not dispatched: the scheduler ends every part
             self._end(reply.lease, EndOutcome.UNUSED)
@@ -204,18 +207,23 @@ class Engine:
         inline = rng.random() < world.knobs.sync_loads
         if inline:  # the chunks behind the hit are computed in the step that loads
             self._items.append(_Item(request, reply.chunks))
-        good = await self._load(request, found.epoch, reply)
+        good = await self._load(request, epoch, reply)
         if not good and inline:
             request.tainted = True
         if inline:
             return None
         return reply.chunks if good else 0
 
-    async def _lookup(self, request: Request, *, near: bool) -> Call | None:
+    async def _lookup(self, request: Request, *, near: bool) -> tuple[m.Found, int] | None:
+        """The answer and its epoch."""
         packed = pack(request.hashes)
-        return await self.scheduler.call(
+        call = await self.scheduler.call(
             lambda seq: m.Lookup(seq, request.name, packed, request.salt, near, 1)
         )
+        if call is None:
+            return None
+        assert isinstance(call.reply, m.Found)
+        return call.reply, call.epoch
 
     async def _load(self, request: Request, epoch: int, found: m.Found) -> bool:
         """Every rank copies its part out; True when all of them got all of it."""
@@ -223,7 +231,7 @@ class Engine:
         parts = self._parts([found.lease] * len(chunks), chunks, found.columns)
         session, rng, knobs = self.identity.session, self.world.rng, self.world.knobs
         reports = await self._all_ranks(
-            lambda worker: worker.load(epoch, session, parts[worker.rank])
+            "load", lambda worker: worker.load(epoch, session, parts[worker.rank])
         )
         failed = Report.FAILED in reports
         outcome = EndOutcome.FAILED if failed else EndOutcome.USED
@@ -253,8 +261,9 @@ class Engine:
             return
         wire = tuple(self._stage_item(item) for item in wanted)
         call = await self.scheduler.call(lambda seq: m.Stage(seq, wire))
-        if call is None or not isinstance(call.reply, m.Granted):
+        if call is None:
             return
+        assert isinstance(call.reply, m.Granted)
         staged = self._granted(wanted, call.reply)
         if not staged:
             return
@@ -264,9 +273,10 @@ class Engine:
             await entry.request.loaded.wait()
         garbage = any(entry.request.tainted for entry in staged)
         reports = await self._all_ranks(
+            "store",
             lambda worker: worker.store(
                 call.epoch, [part for e in staged for part in e.parts[worker.rank]], garbage
-            )
+            ),
         )
         if garbage:  # they shared blocks with the failed load
             for entry in staged:
@@ -317,10 +327,10 @@ class Engine:
     # ---- parts
 
     async def _all_ranks(
-        self, work: "Callable[[Worker], asyncio._CoroutineLike[Report]]"
+        self, kind: str, work: Callable[[Worker], Coroutine[Any, Any, Report]]
     ) -> list[Report | None]:
         """Run a copy on every rank; None for a rank whose process ended."""
-        jobs = [worker.submit(work(worker)) for worker in self.workers]
+        jobs = [worker.submit(kind, work(worker)) for worker in self.workers]
         reports = [await job for job in jobs]
         self.scheduler.process.check()
         return reports

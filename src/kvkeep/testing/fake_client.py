@@ -152,7 +152,7 @@ class FakeClient:
         end.on_data, end.on_end = self._received, self._lost
         self._send(msgspec.structs.replace(self.hello, confirms=self._confirms))
         timer = self.world.loop.call_later(_HANDSHAKE_S, self._too_late, end)
-        answer = await welcomed
+        answer: bool = await welcomed
         timer.cancel()
         self.process.check()
         return answer

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from kvkeep.testing.fake_client import FakeClient
+from kvkeep.types import EndOutcome
 from kvkeep.wire import messages as m
 
 if TYPE_CHECKING:
     from kvkeep.testing.world import World
 
+_BUSY_S = 1.5
 _BAD_FRAME = b"\xff" * 8  # a length over every limit
 
 
@@ -44,8 +46,12 @@ class LoseConnection(Sometimes):
 
     def strike(self, rng: random.Random, world: "World") -> None:
         clients = _clients(world)
+        asking = [client for client in clients if client.calls]
+        if asking and rng.random() < 0.5:
+            clients = asking
         if clients:
             rng.choice(clients).lose(cut=True)
+            _maybe_busy(rng, world)
 
 
 class SpoilFrame(Sometimes):
@@ -63,10 +69,12 @@ class KillProcess(Sometimes):
     """A process of an engine dies in the middle of whatever it does."""
 
     def strike(self, rng: random.Random, world: "World") -> None:
-        processes = [p for e in world.engines.values() for p in e.processes if p.alive]
-        copying = [c.process for c in _clients(world) if c.mapping is not None and c.mapping.users]
-        if copying and rng.random() < 0.7:
-            rng.choice(copying).kill()
+        engines = world.engines.values()
+        processes = [p for e in engines for p in e.processes if p.alive]
+        workers = [w for e in engines for w in e.workers if w.client.process.alive]
+        storing = [w.client.process for w in workers if w.storing]
+        if storing and rng.random() < 0.7:
+            rng.choice(storing).kill()
         elif processes:
             rng.choice(processes).kill()
 
@@ -77,6 +85,7 @@ class KillServer(Sometimes):
     def strike(self, rng: random.Random, world: "World") -> None:
         if world.host.service is not None:
             world.host.kill()
+            _maybe_busy(rng, world)
             world.loop.call_later(rng.random() * 0.5, world.host.start)
 
 
@@ -129,7 +138,7 @@ class Misuse(Sometimes):
     def strike(self, rng: random.Random, world: "World") -> None:
         number = world.new_id()
         client = rng.choice([world.operator, *_clients(world)])
-        client.notify(m.End(number, (0, 1, 7), 0))
+        client.notify(m.End(number, (0, 1, 7), EndOutcome.USED))
         client.notify(m.Abort((number,)))
         client.notify(m.Note("r", "a note"))
         world.spawn(self._ask(client, number))
@@ -144,10 +153,10 @@ FAULTS: tuple[tuple[Callable[[float], Fault], float], ...] = (  # with the most 
     (LoseConnection, 0.15),
     (SpoilFrame, 0.1),
     (KillProcess, 0.1),
-    (KillServer, 0.02),
+    (KillServer, 0.015),
     (StopServer, 0.05),
-    (Revoke, 0.15),
-    (Operate, 0.1),
+    (Revoke, 0.3),
+    (Operate, 0.15),
     (Misuse, 0.1),
 )
 _ENABLED = 0.6
@@ -157,6 +166,12 @@ def drawn(rng: random.Random) -> list[Fault]:
     """A random subset, each at a random rate."""
     rates = (1.0, 0.5, 0.1)
     return [make(most * rng.choice(rates)) for make, most in FAULTS if rng.random() < _ENABLED]
+
+
+def _maybe_busy(rng: random.Random, world: "World") -> None:
+    """Schedulers stall: they dispatch old handles after their workers are back."""
+    if rng.random() < 0.5:
+        world.busy_until_s = world.loop.time() + rng.random() * _BUSY_S
 
 
 def _clients(world: "World") -> list[FakeClient]:

@@ -18,7 +18,7 @@ _ROUNDS = 4  # eviction may take a fresh chunk while old ones are left; those go
 
 
 async def fill(world: "World") -> None:
-    """Store until every byte of the arena holds this engine's chunks; AssertionError if it can't."""
+    """Store until every byte of the arena holds this engine's chunks; AssertionError if not."""
     size = world.knobs.arena_pages // world.knobs.slots * PAGE_BYTES
     rows = (RowSpec(0, GroupKind.FULL_ATTENTION, size),)
     who = Identity("filler", 1, rows, True, True, True, False, True)

@@ -8,7 +8,9 @@ import random
 from dataclasses import dataclass
 
 from kvkeep.core.directory import Limits
+from kvkeep.testing.layouts import some_layouts
 from kvkeep.testing.network import Conditions
+from kvkeep.types import RowSpec
 
 PAGE_BYTES = 4096
 
@@ -22,7 +24,9 @@ class Knobs:
     limits: Limits
     network: Conditions
     engines: int
+    layouts: list[tuple[RowSpec, ...]]  # the models that are served
     step_s: float  # an engine step
+    stall: float  # a step that takes very long: a big batch, a stopped scheduler
     copy_s: float  # one piece of a copy
     patience_s: float  # then a call is abandoned
     abort: float  # a request is cancelled
@@ -39,7 +43,7 @@ class Knobs:
 
     def calm(self) -> None:
         """No faults and no odd habits any more."""
-        self.abort = self.load_fails = self.end_twice = self.unconfirmed = 0.0
+        self.abort = self.load_fails = self.end_twice = self.unconfirmed = self.stall = 0.0
         self.network.delay_s, self.network.cut = 0.001, 0.1
         self.patience_s, self.keeps_mapping_s = 5.0, 0.05
 
@@ -48,10 +52,11 @@ def drawn(rng: random.Random) -> Knobs:
     """The knobs of one seed."""
 
     def habit(most: float) -> float:
-        return rng.random() * most if rng.random() < 0.6 else 0.0
+        return (0.2 + 0.8 * rng.random()) * most if rng.random() < 0.6 else 0.0
 
-    pages = rng.choice((32, 64, 64, 128))
+    pages = rng.choice((64, 96, 128))
     limits = Limits(
+        staging_fraction=rng.choice((0.5, 0.8)),
         session_staging_fraction=rng.choice((0.25, 0.5, 1.0)),
         session_reserve_fraction=rng.choice((0.25, 0.5, 0.9)),
         in_progress_after_s=rng.choice((0.05, 0.5, 2.0)),
@@ -62,10 +67,12 @@ def drawn(rng: random.Random) -> Knobs:
         slots=rng.choice((pages, pages, pages // 2)),
         limits=limits,
         network=Conditions(rng.choice((0.0003, 0.002, 0.02)), rng.choice((0.0, 0.3, 0.9))),
-        engines=rng.randint(1, 4),
+        engines=rng.randint(2, 5),
+        layouts=some_layouts(rng),
         step_s=rng.choice((0.005, 0.02)),
-        copy_s=rng.choice((0.001, 0.005, 0.02)),
-        patience_s=rng.choice((0.5, 0.1, 0.01)),
+        stall=habit(0.05),
+        copy_s=rng.choice((0.001, 0.01, 0.03)),
+        patience_s=rng.choice((0.5, 0.1, 0.03)),
         abort=habit(0.2),
         load_fails=habit(0.2),
         end_twice=habit(0.5),

@@ -1,4 +1,4 @@
-"""The models that simulated engines serve: rows of several sizes and kinds, and who an engine is."""
+"""What simulated engines serve: rows of several sizes and kinds, prompts, and who an engine is."""
 
 import random
 from dataclasses import dataclass
@@ -52,6 +52,6 @@ class Identity:
         return root, hashes
 
 
-def drawn_rows(rng: random.Random) -> tuple[RowSpec, ...]:
-    """One of the layouts."""
-    return rng.choice(_LAYOUTS)
+def some_layouts(rng: random.Random) -> list[tuple[RowSpec, ...]]:
+    """A few of the layouts; engines with the same one share what they store."""
+    return rng.sample(_LAYOUTS, rng.randint(1, 3))

@@ -69,7 +69,8 @@ class _Before:
     states: list[SlotState]
     generations: list[int]
     evicted_chunks: int
-    answer: object
+    hit: tuple[int, bool]  # chunks, and whether they are reserved
+    commits: list[tuple[CommitOutcome, ChunkHash]]
 
 
 class Model:
@@ -105,13 +106,13 @@ class Model:
             held = self._d.arena.free_bytes if state is SlotState.FREE else slots.bytes_in[state]
             if held:
                 self._seen(state, event)
-        answer: object = None
-        if isinstance(event, ev.Lookup):
-            answer = self._expected_hit(event)
-        elif isinstance(event, ev.Commit):
-            answer = self._expected_commits(event)
-        words = self._memory.generations[: len(slots.state)]
-        return _Before(list(slots.state), words, self._d.residents.evicted_chunks, answer)
+        return _Before(
+            states=list(slots.state),
+            generations=self._memory.generations[: len(slots.state)],
+            evicted_chunks=self._d.residents.evicted_chunks,
+            hit=self._expected_hit(event) if isinstance(event, ev.Lookup) else (0, False),
+            commits=self._expected_commits(event) if isinstance(event, ev.Commit) else [],
+        )
 
     def after(self, event: ev.Event, reply: ev.Reply, before: _Before) -> None:
         """Compare what happened with what had to."""
@@ -125,9 +126,9 @@ class Model:
             assert isinstance(event, ev.Lookup)
             self._check_hit(event, reply, before)
         elif isinstance(reply, ev.Committed):
-            assert isinstance(before.answer, list)
-            assert list(reply.outcomes) == [outcome for outcome, _ in before.answer]
-            committed = [h for o, h in before.answer if o is CommitOutcome.COMMITTED]
+            right = [outcome for outcome, _ in before.commits]
+            assert list(reply.outcomes) == right, f"committed {reply.outcomes}, not {right}"
+            committed = [h for o, h in before.commits if o is CommitOutcome.COMMITTED]
         elif isinstance(reply, ev.Staged):
             assert isinstance(event, ev.Stage)
             self._check_grants(event, reply)
@@ -166,11 +167,11 @@ class Model:
         return hit, hit > 0
 
     def _check_hit(self, event: ev.Lookup, reply: ev.Hit, before: _Before) -> None:
-        hit, reserved = before.answer  # type: ignore[misc]
+        hit, reserved = before.hit
         hashes = split(event.hashes)
         assert reply.chunks == hit, f"a hit of {reply.chunks}, the model says {hit}"
-        assert (reply.lease != NO_LEASE) == reserved
-        assert len(reply.reasons) == len(hashes) - hit
+        assert (reply.lease != NO_LEASE) == reserved, "a hit and its lease disagree"
+        assert len(reply.reasons) == len(hashes) - hit, "one reason for each chunk lost"
         if not reserved:
             assert not reply.columns
             return
@@ -255,7 +256,7 @@ class Model:
         match event:
             case ev.Stage():
                 evicted = self._d.residents.evicted_chunks - before.evicted_chunks
-                assert len(gone) == evicted
+                assert len(gone) == evicted, f"{len(gone)} chunks left, {evicted} evicted"
                 lost = [self._resident[h] for h in gone]
                 assert not any(c in self._d.residents.unlinked for c in lost), "evicted, but read"
             case ev.Drop():

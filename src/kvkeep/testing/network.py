@@ -9,6 +9,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 _MOST_CUTS = 3
 
@@ -48,7 +49,7 @@ class Pipe:
             cuts = self._rng.randint(1, _MOST_CUTS)
             points += [self._rng.randint(0, len(data)) for _ in range(cuts)]
         points.sort()
-        for start, end in zip(points, points[1:], strict=False):
+        for start, end in pairwise(points):
             if end > start:
                 self._put(data[start:end])
 

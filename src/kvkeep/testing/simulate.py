@@ -21,7 +21,7 @@ from kvkeep.testing.filler import fill
 from kvkeep.testing.world import World
 from kvkeep.types import SlotState
 
-DEFAULT_STEPS = 600  # core events of one seed's safety phase
+DEFAULT_STEPS = 1000  # core events of one seed's safety phase
 _SAFETY_S = 120.0  # a safety phase ends at the latest then, in virtual time
 _SETTLE_S = 60.0  # and a calm world must have settled within this
 _LOOK_S = 0.05
@@ -76,11 +76,10 @@ def run_seed(seed: int, steps: int | None = None) -> Outcome:
 
 async def _seed(seed: int, steps: int | None) -> Outcome:
     world = World(seed, asyncio.get_running_loop())
-    story = asyncio.ensure_future(_story(world, steps or DEFAULT_STEPS))
-    await asyncio.wait({story, world.failed}, return_when=asyncio.FIRST_COMPLETED)
-    error = world.failed.result() if world.failed.done() else story.exception()
-    if not story.done():
-        story.cancel()
+    story = asyncio.create_task(_story(world, steps or DEFAULT_STEPS))
+    story.add_done_callback(world.story_ended)
+    error = await world.over
+    story.cancel()
     what = _said(error, world, seed, steps) if error is not None else ""
     return Outcome(world.events, world.coverage, world.copies, world.digest(), what)
 
@@ -110,11 +109,15 @@ async def _until(world: World, holds: Callable[[], bool], otherwise: str) -> Non
 
 
 def _nothing_leased(world: World) -> bool:
-    """Every engine is idle, and the server agrees that it holds nothing."""
+    """Every engine is idle, and the server agrees that it holds nothing.
+
+    Not so for a session that cannot recompute: nothing ends its reads but itself or its death, and
+    a lease whose answer was lost with its connection is unknown to it.
+    """
     if world.host.service is None or not all(e.idle for e in world.engines.values()):
         return False
     sessions = world.host.directory.sessions.values()
-    return not any(s.reads_open or s.writes_open for s in sessions)
+    return not any((s.recompute and s.reads_open) or s.writes_open for s in sessions)
 
 
 def _nothing_held(world: World) -> bool:

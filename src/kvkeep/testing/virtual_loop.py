@@ -6,6 +6,7 @@ ever happen again: that is a `Deadlock`, raised at once instead of hanging.
 """
 
 import asyncio
+import math
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -50,7 +51,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def advance(self, by_s: float) -> None:
         """Move the time; only the loop itself calls this."""
         assert by_s >= 0.0
-        self._now_s += by_s
+        if by_s > 0.0:  # far from 0 a short step would be lost in rounding, and time stand still
+            self._now_s = max(self._now_s + by_s, math.nextafter(self._now_s, math.inf))
 
     def _process_events(self, event_list: list[Any]) -> None:
         assert not event_list, "there is no input or output here"

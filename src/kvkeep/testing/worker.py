@@ -8,6 +8,7 @@ import asyncio
 import enum
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.testing.fake_client import FakeClient, Mapping
@@ -51,11 +52,14 @@ class Worker:
         self.world = world
         self.client = client
         self.rank = rank
+        self.storing = 0  # copies into the arena that run now
 
-    def submit(self, work: Coroutine[Any, Any, Report]) -> "asyncio.Future[Report | None]":
-        """Run a copy in this process; None when the process ends first."""
+    def submit(
+        self, kind: str, work: Coroutine[Any, Any, Report]
+    ) -> "asyncio.Future[Report | None]":
+        """Run a copy in this process; None when the process ends first. `kind`: for the counts."""
         done: asyncio.Future[Report | None] = self.world.loop.create_future()
-        self.world.spawn(self._report(work, done))
+        self.world.spawn(self._report(kind, work, done))
         return done
 
     async def store(self, epoch: int, parts: Sequence[Part], garbage: bool) -> Report:
@@ -66,11 +70,13 @@ class Worker:
         if not self.unchanged(mapping, parts):
             return Report.REFUSED
         mapping.users += 1
+        self.storing += 1
         try:
             for part in parts:
                 await self._write(mapping, part, garbage)
         finally:
             mapping.users -= 1
+            self.storing -= 1
         return Report.DONE
 
     async def load(self, epoch: int, session: str, parts: Sequence[Part]) -> Report:
@@ -79,11 +85,11 @@ class Worker:
         if mapping is None or not self.right_epoch(mapping, epoch):
             return Report.REFUSED
         good = self.unchanged(mapping, parts)
-        read: list[bytes] = []
+        read = bytearray()
         mapping.users += 1
         try:
             for part in parts if good else ():
-                read.append(await self._read(mapping, part))
+                read += await self._read(mapping, part)
         finally:
             mapping.users -= 1
         if not good or not self.unchanged(mapping, parts):
@@ -95,9 +101,8 @@ class Worker:
             return Report.STALE
         if self.world.rng.random() < self.world.knobs.load_fails:
             return Report.FAILED
-        for part, got in zip(parts, read, strict=True):
-            right = content(part.chunk, self.rank, part.group, part.size_bytes)
-            assert got == right, f"wrong bytes served from slot {part.slot}"
+        right = b"".join(self._content(part) for part in parts)
+        assert read == right, f"wrong bytes served from slots {[part.slot for part in parts]}"
         return Report.DONE
 
     def right_epoch(self, mapping: Mapping, epoch: int) -> bool:
@@ -112,12 +117,15 @@ class Worker:
     # ---- inside
 
     async def _report(
-        self, work: Coroutine[Any, Any, Report], done: "asyncio.Future[Report | None]"
+        self,
+        kind: str,
+        work: Coroutine[Any, Any, Report],
+        done: "asyncio.Future[Report | None]",
     ) -> None:
         report: Report | None = None
         try:
             report = await work
-            self.world.copies[f"{work.__name__}_{report.value}"] += 1
+            self.world.copies[f"{kind}_{report.value}"] += 1
         except ProcessEnded:
             pass
         finally:
@@ -126,9 +134,7 @@ class Worker:
 
     async def _write(self, mapping: Mapping, part: Part, garbage: bool) -> None:
         memory = mapping.memory
-        data = content(part.chunk, self.rank, part.group, part.size_bytes)
-        if garbage:
-            data = _GARBAGE * part.size_bytes
+        data = _GARBAGE * part.size_bytes if garbage else self._content(part)
         number = self.world.new_id()
         memory.copying[number] = (part.offset, part.offset + part.size_bytes)
         try:
@@ -147,6 +153,9 @@ class Worker:
             out += memory.arena[part.offset + start : part.offset + end]
         return bytes(out)
 
+    def _content(self, part: Part) -> bytes:
+        return content(part.chunk, self.rank, part.group, part.size_bytes)
+
     async def _device_time(self) -> None:
         """A piece takes a while; a device with DMA may finish after its process has died."""
         world, process = self.world, self.client.process
@@ -164,4 +173,4 @@ class Worker:
         rng = self.world.rng
         cuts = sorted(rng.randint(0, size_bytes) for _ in range(rng.randint(0, _MOST_PIECES)))
         points = [0, *cuts, size_bytes]
-        return list(zip(points, points[1:], strict=False))
+        return list(pairwise(points))

@@ -15,7 +15,7 @@ from kvkeep.testing.fake_client import FakeClient
 from kvkeep.testing.faults import Fault
 from kvkeep.testing.host import Host
 from kvkeep.testing.knobs import drawn
-from kvkeep.testing.layouts import Identity, drawn_rows
+from kvkeep.testing.layouts import Identity
 from kvkeep.testing.process import Process, ProcessEnded
 from kvkeep.types import Role, SlotState
 from kvkeep.wire import messages as m
@@ -34,9 +34,10 @@ class World:
         self.copies: Counter[str] = Counter()  # what became of every copy
         self.events = 0
         self.recent: deque[str] = deque(maxlen=_RECENT)
+        self.busy_until_s = 0.0  # no scheduler takes a step before
         self.finishing = False  # engines take no new requests
         self.may_leave = True  # idle engines say Bye
-        self.failed: asyncio.Future[BaseException] = loop.create_future()
+        self.over: asyncio.Future[BaseException | None] = loop.create_future()
         self.engines: dict[int, Engine] = {}
         self.places: list[asyncio.Task[None]] = []
         self.host = Host(self)
@@ -70,8 +71,8 @@ class World:
 
     def fail(self, error: BaseException) -> None:
         """The first failure ends the seed."""
-        if not self.failed.done():
-            self.failed.set_result(error)
+        if not self.over.done():
+            self.over.set_result(error)
 
     def seen(self, state: SlotState, event: ev.Event) -> None:
         """An event met a slot in this state."""
@@ -116,7 +117,7 @@ class World:
         return Identity(
             session=session,
             world=2 if int(session[1:].split(".")[0]) % 2 else 1,
-            rows=drawn_rows(rng),
+            rows=rng.choice(knobs.layouts),
             both=both,
             one_process=rng.random() < 0.3,
             writes=rng.random() >= knobs.read_only,
@@ -132,6 +133,11 @@ class World:
                     fault.maybe(self.rng, self)
 
     # ---- failures
+
+    def story_ended(self, story: asyncio.Task[None]) -> None:
+        """The seed's plan is through, well or badly."""
+        if not story.cancelled() and not self.over.done():
+            self.over.set_result(story.exception())
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():

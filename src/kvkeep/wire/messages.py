@@ -111,7 +111,7 @@ class Ping(_Message, frozen=True, tag="ping"):
     """Call: are you there? Answer: Pong."""
 
     seq: int
-    max_wait_ms: float = 0.0  # longest wait of any engine step since the last ping
+    max_wait_ms: float = 0.0  # longest wait of any engine step so far
 
 
 class Query(_Message, frozen=True, tag="query"):

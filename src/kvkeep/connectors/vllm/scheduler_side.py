@@ -97,7 +97,7 @@ class SchedulerSide:
         root = self._root(tracked.request.cache_salt)
         chunks = (tracked.request.num_tokens - 1) // self._chunk
         skip = getattr(tracked.request, "skip_reading_prefix_cache", False)
-        if root is None or chunks == 0 or skip:
+        if root is None or chunks == 0 or skip or not self.settings.reads:
             return
         hashes = b"".join(tracked.chain(root, chunks, self._chunk))
         tracked.asked_chunks = chunks

@@ -44,6 +44,7 @@ class Settings:
     socket: str
     chunk_tokens: int  # a multiple of the engine's block size
     block_tokens: int
+    reads: bool  # looks up and loads; a pure producer only stores
     writes: bool
     off: str | None  # why kvkeep stays out of this engine altogether, or None
 
@@ -71,6 +72,7 @@ def read(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> Setting
         socket=str(extra.get("socket") or load_config(env=os.environ).config.socket.path),
         chunk_tokens=-(-wanted // block) * block,
         block_tokens=block,
+        reads=transfer.kv_role != "kv_producer",
         writes=transfer.kv_role != "kv_consumer",
         off=_unsupported(vllm_config, kv_cache_config),
     )
