@@ -351,9 +351,8 @@ class Client:
         self._check_patience()
         schedules = self._hello.role in (Role.SCHEDULER, Role.BOTH)
         busy = self._calls or (schedules and self.ready is None)
-        wait_s = PROBE_S if busy else IDLE_S
         # Data does not wake us: callers read their answers themselves.
-        self._poll(0.0 if self._touch_pages() else wait_s, select.POLLRDHUP)
+        self._poll(0.0 if self._touch_pages() else PROBE_S if busy else IDLE_S, select.POLLRDHUP)
 
     def _note_failure(self, state: State, why: str) -> None:
         with self._lock:

@@ -1,8 +1,7 @@
 """The child process of the engine tests: one real vLLM engine, one scenario, one JSON answer.
 
-`python -m tests.engine.child SCENARIO SOCKET '{"option": ...}'`. Scenarios live in scenarios_*.py; each
-takes an `Engine` factory and returns what the tests assert on. vLLM keeps global state, so every
-engine gets a process of its own.
+`python -m tests.engine.child SCENARIO SOCKET OPTIONS_AS_JSON`. Scenarios live in scenarios_*.py and
+return what the tests assert on. vLLM keeps global state, so every engine gets a process of its own.
 """
 
 import contextlib
@@ -33,7 +32,7 @@ def text_tokens(tokenizer: Any, count: int, offset: int = 0) -> list[int]:
     """Tokens of a real text: the documents of this repository."""
     root = os.path.join(os.path.dirname(__file__), "..", "..")
     text = ""
-    for name in ("LICENSE", "/usr/share/common-licenses/GPL-3"):
+    for name in ("LICENSE", "docs/ARCHITECTURE.md", "docs/OPERATIONS.md"):
         with open(os.path.join(root, name)) as file:
             text += file.read()
     ids: list[int] = tokenizer(text).input_ids
@@ -147,7 +146,7 @@ class Engine:
         query(self.socket, "clear")
 
     def metric(self, name: str) -> float:
-        return sum(m.value for m in self.llm.get_metrics() if m.name == name)
+        return float(sum(m.value for m in self.llm.get_metrics() if m.name == name))
 
 
 @dataclass
@@ -204,7 +203,7 @@ class StoreReader:
         )
         self.chunk_tokens = engine.chunk_tokens
         self.size = hello.rows[0].object_bytes
-        self.client = Client(engine.socket, mine)
+        self.client: Any = Client(engine.socket, mine)
         self.client.start()
         engine.wait_for(lambda: self.client.ready is not None, "reader ready")
 

@@ -118,7 +118,7 @@ def failed_load(socket: str, mode: str, budget: int) -> Any:
         wanted = [cold[name] for name in names]
         with failing_loads(engine, first_chunk=2) as failed:
             during = engine.generate(batch)
-        rows = {"during": [o.tokens for o in during] == wanted, "failed": len(failed)}
+        rows: dict[str, Any] = {"during": [o.tokens for o in during] == wanted, "failed": len(failed)}
         rows["own_cache"] = [o.tokens for o in engine.generate(batch)] == wanted
         engine.forget_locally()
         now = {name: reader.chunks(prompts[name]) for name in set(names)}

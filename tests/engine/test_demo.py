@@ -8,6 +8,7 @@ import importlib.util
 import json
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,13 +41,20 @@ STEPS = [
 # ---- with an engine
 
 
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder whose name leaves room for a socket's path, so that the demo's own lies in it."""
+    with tempfile.TemporaryDirectory(prefix="kvkeep-") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.engine
 @pytest.mark.timeout(900)
-def test_the_demo_shows_the_main_job(tmp_path: Path) -> None:
-    with demo(tmp_path) as process:
+def test_the_demo_shows_the_main_job(short: Path) -> None:
+    with demo(short) as process:
         out, err = process.communicate()
     assert process.returncode == 0, err
-    result = json.loads((tmp_path / "demo.json").read_text())
+    result = json.loads((short / "demo.json").read_text())
     runs: list[dict[str, Any]] = result["runs"]
     assert [(run["name"], run["tier"]) for run in runs] == STEPS
     assert result["same_tokens"] is True
@@ -62,25 +70,25 @@ def test_the_demo_shows_the_main_job(tmp_path: Path) -> None:
     assert result["ttft_cold_over_l1"] >= 10
     assert {"kvkeep", "vllm", "torch", "python", "model"} <= set(result["versions"])
     assert all(name in out for name, _ in STEPS)
-    assert not list(tmp_path.glob("kvkeep-demo-*")), "its folder stays only when it failed"
+    assert not list(short.glob("kvkeep-demo-*")), "its folder stays only when it failed"
 
 
 @pytest.mark.engine
 @pytest.mark.timeout(180)
-def test_sigterm_ends_its_children_first(tmp_path: Path) -> None:
-    with demo(tmp_path) as process:
+def test_sigterm_ends_its_children_first(short: Path) -> None:
+    with demo(short) as process:
         children = children_while_an_engine_starts(process)
         process.terminate()
         process.communicate()
     assert process.returncode == 130
     assert not [child for child in children if child.is_running()]
-    assert not list(tmp_path.glob("kvkeep-demo-*"))
+    assert not list(short.glob("kvkeep-demo-*"))
 
 
 @pytest.mark.engine
 @pytest.mark.timeout(180)
-def test_a_dead_engine_is_one_sentence_and_the_place_of_the_logs(tmp_path: Path) -> None:
-    with demo(tmp_path) as process:
+def test_a_dead_engine_is_one_sentence_and_the_place_of_the_logs(short: Path) -> None:
+    with demo(short) as process:
         children = children_while_an_engine_starts(process)
         engine = next(c for c in children if "kvkeep.bench.engine_child" in c.cmdline())
         engine.kill()
@@ -88,23 +96,23 @@ def test_a_dead_engine_is_one_sentence_and_the_place_of_the_logs(tmp_path: Path)
     assert process.returncode == 1
     assert "kvkeep: engine-1 ended" in err
     assert "Traceback" not in err
-    (folder,) = tmp_path.glob("kvkeep-demo-*")
-    assert str(folder) in err
-    assert {log.name for log in folder.glob("*.log")} == {"server.log", "engine-1.log"}
+    (kept,) = short.glob("kvkeep-demo-*")
+    assert str(kept) in err
+    assert {log.name for log in kept.glob("*.log")} == {"server.log", "engine-1.log"}
     assert not [child for child in children if child.is_running()]
 
 
 @contextlib.contextmanager
-def demo(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def demo(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """The command, ended by SIGTERM when a test did not see its end."""
-    arguments = ["demo", "--json", tmp_path / "demo.json", "--l1-size", SMALL_L1]
+    arguments = ["demo", "--json", folder / "demo.json", "--l1-size", SMALL_L1]
     process = subprocess.Popen(
         kvkeep_command(*arguments),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=kvkeep_env(TMPDIR=str(tmp_path)),
+        env=kvkeep_env(TMPDIR=str(folder)),
     )
     with process:
         try:

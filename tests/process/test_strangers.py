@@ -137,6 +137,12 @@ def test_many_that_say_nothing_stop_nobody(server: Server) -> None:
     until(lambda: descriptors(server) <= before)
 
 
+def whys(server: Server, session: str) -> list[str]:
+    """Why connections of a session ended, by the server's log."""
+    lines = [line for line in list(server.log) if line.get("session") == session]
+    return [line["why"] for line in lines if "why" in line]
+
+
 @pytest.mark.parametrize(
     "data",
     [b"GET / HTTP/1.1\r\n\r\n", b"\x01\0\0\0\xc1", b"\xff" * 100],
@@ -152,12 +158,7 @@ def test_nonsense_after_the_handshake_ends_that_connection_only(
             pass
         assert engine.ask(m.Ping, then="lookup")
         assert engine.client.up
-        whys = [
-            line["why"]
-            for line in server.log
-            if line.get("session") == "nonsense" and "why" in line
-        ]
-        assert any("frame" in why for why in whys)
+        until(lambda: any("frame" in why for why in whys(server, "nonsense")))
 
 
 def test_half_a_frame_is_told_as_such(server: Server) -> None:
@@ -165,12 +166,7 @@ def test_half_a_frame_is_told_as_such(server: Server) -> None:
         peer.hello(hello("half"))
         peer.expect(m.Ready)
         peer.send(encode(m.Note("r", "event"))[:-1])
-    until(
-        lambda: any(
-            line.get("session") == "half" and "middle of a frame" in line.get("why", "")
-            for line in server.log
-        )
-    )
+    until(lambda: any("middle of a frame" in why for why in whys(server, "half")))
 
 
 def test_a_second_hello_is_a_problem_not_an_end(server: Server) -> None:
@@ -202,16 +198,18 @@ def test_one_that_does_not_read_is_dropped(tmp_path: Path) -> None:
         peer.sock.settimeout(10)
         with pytest.raises(OSError, match=r"Broken pipe|reset"):
             talk(peer, 10_000_000)
-        assert any("does not read" in line.get("why", "") for line in server.log)
+        until(lambda: any("does not read" in why for why in whys(server, "deaf")))
         assert_serves(server)
 
 
 def test_a_server_without_descriptors_waits_for_some(tmp_path: Path) -> None:
     """It neither spins nor dies, says so once, and accepts again when it can."""
     with running_server(tmp_path) as server:
+        idle = descriptors(server)
         assert_serves(server)
+        until(lambda: descriptors(server) == idle)
         soft, hard = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
-        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (descriptors(server), hard))
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (idle, hard))
         used_s = cpu_s(server)
         waiting = [Peer.at(server.socket) for _ in range(3)]
         server.wait_for("accept_failed")

@@ -53,6 +53,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         assert by_s >= 0.0
         if by_s > 0.0:  # far from 0 a short step would be lost in rounding, and time stand still
             self._now_s = max(self._now_s + by_s, math.nextafter(self._now_s, math.inf))
+            self._clock_resolution = max(_RESOLUTION_S, 2 * math.ulp(self._now_s))
 
     def _process_events(self, event_list: list[Any]) -> None:
         assert not event_list, "there is no input or output here"
