@@ -15,6 +15,7 @@ from pathlib import Path
 from kvkeep.errors import ConfigError
 
 MIB = 1 << 20
+MOST_NODES = 1023  # CONFIG_NODES_SHIFT of the kernel is at most 10
 L1_STEP_BYTES = 2 * MIB  # one huge page: every size of L1 is a whole number of them
 L1_MIN_BYTES = 4 * MIB
 
@@ -90,8 +91,10 @@ def parse_nodes(text: str) -> frozenset[int]:
         match = _NODES.fullmatch(part)
         first = int(match.group(1)) if match else 1
         last = int(match.group(2) or first) if match else 0
-        if last < first:
-            raise ValueError("write node numbers and ranges with commas, such as '0' or '0-1,3'")
+        if last < first or last > MOST_NODES:
+            raise ValueError(
+                "write node numbers and ranges (at most 1023) with commas, such as '0' or '0-1,3'"
+            )
         nodes.update(range(first, last + 1))
     return frozenset(nodes)
 

@@ -6,6 +6,7 @@ was opened is closed in reverse.
 
 import asyncio
 import gc
+import resource
 import secrets
 import signal
 import socket
@@ -34,6 +35,7 @@ def serve(config: Config) -> None:
     import uvloop
 
     capacity = resolve_l1_size(config.l1.size, memory_budget(), hugepages=config.l1.hugepages)
+    _raise_descriptor_limit()
     log = EventLog(config.log.level, as_json=config.log.format == "json")
     endpoint = Endpoint(config.socket.path, config.socket.group)
     try:
@@ -162,6 +164,13 @@ def _limits(config: Config) -> Limits:
         in_progress_after_s=config.limits.inprogress_after_s,
         quarantine_s=config.limits.gpu_quarantine_s,
     )
+
+
+def _raise_descriptor_limit() -> None:
+    """A connection takes two descriptors (its socket and its process): allow what the host allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _random_id() -> int:

@@ -11,6 +11,7 @@ from kvkeep.types import Reason, Tier
 
 REQUESTS = 4_096
 _EVENTS_PER_REQUEST = 64
+_NAME_CHARS = 256  # request ids and event texts are cut to this: memory stays bounded
 
 
 @dataclass(slots=True)
@@ -31,7 +32,7 @@ class Record:
         """Append one event; beyond the bound the last one is replaced."""
         if len(self.events) >= _EVENTS_PER_REQUEST:
             self.events.pop()
-        self.events.append((now_s - self.since_s, text))
+        self.events.append((now_s - self.since_s, text[:_NAME_CHARS]))
 
 
 class Timeline:
@@ -43,6 +44,7 @@ class Timeline:
 
     def record(self, request: str, now_s: float) -> Record:
         """The request's record, made when it is new."""
+        request = request[:_NAME_CHARS]
         record = self._records.get(request)
         if record is None:
             record = self._records[request] = Record(request, now_s)
