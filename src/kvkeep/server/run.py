@@ -167,7 +167,7 @@ def _limits(config: Config) -> Limits:
 
 
 def _raise_descriptor_limit() -> None:
-    """A connection takes two descriptors (its socket and its process): allow what the host allows."""
+    """Allow what the host allows: a connection takes two descriptors, socket and process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
