@@ -1,5 +1,4 @@
-"""Doctor: HTTP port, vLLM, plug-in and engine flag, against real ports and package metadata.
-"""
+"""Doctor: HTTP port, vLLM, plug-in and engine flag, against real ports and package metadata."""
 
 import errno
 import json

@@ -66,9 +66,13 @@ def test_no_resident_chunk_ever_lost_its_parent(prompts: list[tuple[str, int]]) 
         assert all(chunk.parent in index or chunk.parent in roots for chunk in index.values())
 
 
-def test_groups_of_two_sizes_lose_whole_suffixes_too() -> None:
-    """One layout with a small and a large row: the leaf alone makes room for either."""
-    world = World(pages=32)
+@pytest.mark.parametrize("spare_pages", [0, 1])
+def test_groups_of_two_sizes_lose_whole_suffixes_too(spare_pages: int) -> None:
+    """One layout with a small and a large row: the leaf alone makes room for either.
+
+    With a page to spare, only the large row asks for room.
+    """
+    world = World(pages=32 + spare_pages)
     world.join("s", (row(1), row(3)))
     old = chain("a", 8)
     world.store("s", old)
@@ -97,6 +101,7 @@ def test_often_used_chunks_are_queued_once() -> None:
     world.store("s", hot)
     for _ in range(50):
         world.touch("s", hot)
+    assert len(vars(world.directory.residents.policy)["_heap"]) == 1
     cold = [chain(f"{number}", 1) for number in range(9)]
     for prompt in cold:
         world.store("s", prompt)
@@ -191,7 +196,7 @@ A_SIZES = ((row(1),), (row(2),), (row(3), row(1)), (row(5),))
         ((row(1),), 512),
         ((row(2),), 1024),
         ((row(6), row(3)), 2048),
-        ((row(40),), 4096),
+        ((row(20),), 2048),
     ],
 )
 def test_after_a_shift_of_the_mix_the_new_size_has_the_memory(
@@ -209,11 +214,13 @@ def test_after_a_shift_of_the_mix_the_new_size_has_the_memory(
     chunk_bytes = world.directory.sessions["b"].chunk_bytes
     could = world.directory.arena.populated_bytes // chunk_bytes
     most = 0
-    for step in range(5 * could):
+    for step in range(8 * could):  # turnovers of the cache
         assert world.store("b", alone(f"b {step}")) == [GRANTED]
-        if step > 4 * could and step % 7 == 0:
+        if step % 7 == 0:
             sizes = [c.size_bytes for c in world.directory.residents.index.values()]
             most = max(most, sizes.count(chunk_bytes))
+        if most >= 0.97 * could:
+            break
     assert most >= 0.97 * could
 
 
@@ -236,6 +243,22 @@ def test_gaps_are_won_back_at_the_cost_of_cold_chunks_only() -> None:
     for number in (2, 3):
         assert world.store("two", alone(f"new {number}")) == [GRANTED]
     assert world.directory.residents.evicted_chunks == 2, "one more chunk than before fits"
+
+
+def test_a_warm_neighbour_is_not_given_for_gaps() -> None:
+    world = World(pages=6)
+    world.join("two", (row(2),))
+    world.join("one")
+    order = [("one", "gap 1"), ("two", "cold"), ("two", "warm"), ("one", "gap 2")]
+    for session, name in order:
+        world.store(session, alone(name))
+    for name in ("gap 1", "gap 2"):
+        world.do(ev.Drop("one", alone(name)[1]))
+    for _ in range(3):
+        world.touch("two", alone("warm"))
+    assert world.store("two", alone("new")) == [GRANTED]
+    assert world.resident(alone("warm")) == [True]
+    assert world.directory.residents.evicted_chunks == 1
 
 
 def test_only_what_may_not_move_can_refuse_and_it_says_the_largest_run() -> None:

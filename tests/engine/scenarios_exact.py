@@ -6,7 +6,7 @@ from typing import Any
 from tests.engine.child import Engine
 
 
-def exact(socket: str, dtype: str, windows: int) -> Any:
+def exact(socket: str, dtype: str, sizes: list[int]) -> Any:
     """Cold, vLLM's own hit, and kvkeep's hit of the same prefix, for random windows of text.
 
     The chunk is one block here, so that both hits split the prefill at the same token.
@@ -16,15 +16,14 @@ def exact(socket: str, dtype: str, windows: int) -> Any:
     text = engine.tokens(6000)
     rng = random.Random(7)
     rows = []
-    for _ in range(windows):
-        size = rng.randint(80, 1000)
+    for size in sizes:
         start = rng.randint(0, len(text) - size)
         prompt = text[start : start + size]
         engine.clear()
-        cold = engine.generate([prompt], 24, logprobs=5)[0]
-        native = engine.generate([prompt], 24, logprobs=5)[0]
+        cold = engine.generate([prompt], 16, logprobs=5)[0]
+        native = engine.generate([prompt], 16, logprobs=5)[0]
         engine.forget_locally()
-        external = engine.generate([prompt], 24, logprobs=5)[0]
+        external = engine.generate([prompt], 16, logprobs=5)[0]
         rows.append(
             {
                 "cold_cached": cold.cached,

@@ -98,9 +98,9 @@ def failed_load(socket: str, mode: str, budget: int) -> Any:
     reader = StoreReader(engine)
     text = engine.tokens(4000)
     prompts = {
-        "p": text[:1000],
-        "q": text[:700] + text[2000:2250],
-        "w": text[:450] + text[3000:3300],
+        "p": text[:500],
+        "q": text[:350] + text[2000:2130],
+        "w": text[:230] + text[3000:3150],
     }
     cold: dict[str, list[int]] = {}
     clean: dict[str, list[Any]] = {}
@@ -112,13 +112,16 @@ def failed_load(socket: str, mode: str, budget: int) -> Any:
     result: dict[str, Any] = {}
     for case, names in (("alone", ["p"]), ("together", ["p", "q", "w", "p"])):
         engine.clear()
-        engine.one(prompts["p"][:385], 2)
+        engine.one(prompts["p"][:257], 2)
         engine.forget_locally()
         batch = [prompts[name] for name in names]
         wanted = [cold[name] for name in names]
         with failing_loads(engine, first_chunk=2) as failed:
             during = engine.generate(batch)
-        rows: dict[str, Any] = {"during": [o.tokens for o in during] == wanted, "failed": len(failed)}
+        rows: dict[str, Any] = {
+            "during": [o.tokens for o in during] == wanted,
+            "failed": len(failed),
+        }
         rows["own_cache"] = [o.tokens for o in engine.generate(batch)] == wanted
         engine.forget_locally()
         now = {name: reader.chunks(prompts[name]) for name in set(names)}
@@ -150,7 +153,7 @@ def abort_in_flight(socket: str, mode: str) -> Any:
     engine.wait_ready()
     reader = StoreReader(engine)
     text = engine.tokens(3000)
-    prompt = text[:1000]
+    prompt = text[:500]
     engine.clear()
     cold = engine.one(prompt).tokens
     engine.flush()
@@ -160,14 +163,14 @@ def abort_in_flight(socket: str, mode: str) -> Any:
     result: dict[str, Any] = {}
     for failing in (False, True):
         engine.clear()
-        engine.one(prompt[:385], 2)
+        engine.one(prompt[:257], 2)
         engine.forget_locally()
         with failing_loads(engine, first_chunk=2 if failing else 10**6):
             llm.add_request("x", {"prompt_token_ids": prompt}, params)
             if mode == "async":
                 llm.step()
                 llm.abort_request(["x"])
-                llm.add_request("y", {"prompt_token_ids": text[1500:2300]}, params)
+                llm.add_request("y", {"prompt_token_ids": text[1500:1900]}, params)
             else:
                 core.aborts_queue.put_nowait(list(engine.scheduler.requests))
                 llm.step()

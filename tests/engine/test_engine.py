@@ -40,7 +40,7 @@ def scenario(name: str, socket: str | Path, **options: Any) -> Any:
 
 
 def test_external_hit_is_native_hit_bit_for_bit_in_bf16(socket: str) -> None:
-    rows = scenario("exact", socket, dtype="bfloat16", windows=6)
+    rows = scenario("exact", socket, dtype="bfloat16", sizes=[97, 256, 417, 80])
     for row in rows:
         assert row["cold_cached"] == 0
         assert row["external_cached"] == row["native_cached"] == row["possible"]
@@ -48,7 +48,7 @@ def test_external_hit_is_native_hit_bit_for_bit_in_bf16(socket: str) -> None:
 
 
 def test_hit_is_cold_in_fp32(socket: str) -> None:
-    rows = scenario("exact", socket, dtype="float32", windows=5)
+    rows = scenario("exact", socket, dtype="float32", sizes=[97, 256, 731, 500])
     for row in rows:
         assert row["external_cached"] == row["possible"]
         assert row["external_is_cold"]

@@ -131,9 +131,12 @@ class PrefixLRU:
         gaps = space.lost_in_gaps(bytes_needed)
         for chunk in self._coldest(space):
             seeds.append(chunk)
-            if gaps and (between := self._cold_gaps(chunk, bytes_needed, space)):
-                best = between
-                break
+            if gaps:
+                between = space.window(chunk, bytes_needed, gaps_only=True) or []
+                warm = (seeds[0].last_use + self._clock) // 2  # only the colder half goes for gaps
+                if between and all(victim.last_use <= warm for victim in between):
+                    best = between
+                    break
             victims = space.window(chunk, bytes_needed)
             if victims is not None:
                 heat = max(victim.last_use for victim in victims)
@@ -146,12 +149,6 @@ class PrefixLRU:
         for chunk in seeds:
             self._push(chunk)
         return best
-
-    def _cold_gaps(self, chunk: Chunk, bytes_needed: int, space: Space) -> list[Chunk]:
-        """Neighbours with `bytes_needed` of gaps between them, if all are of the colder half."""
-        victims = space.window(chunk, bytes_needed, gaps_only=True) or []
-        warm = (chunk.last_use + self._clock) // 2
-        return victims if all(victim.last_use <= warm for victim in victims) else []
 
     def _coldest(self, space: Space) -> Iterator[Chunk]:
         """Pop candidates, coldest first; the caller pushes back what stays."""

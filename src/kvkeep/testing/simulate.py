@@ -121,7 +121,7 @@ def _nothing_leased(world: World) -> bool:
 
 
 def _nothing_held(world: World) -> bool:
-    """No session, no peer but the operator, no byte that is not free or resident."""
+    """No session, no peer but the operator's, no byte that is not free or resident."""
     slots, directory = world.host.directory.slots, world.host.directory
     waiting = (SlotState.STAGING, SlotState.ORPHANED, SlotState.QUARANTINED)
     return (
@@ -129,7 +129,7 @@ def _nothing_held(world: World) -> bool:
         and not any(slots.bytes_in[state] for state in waiting)
         and not slots.reserved_bytes
         and not directory.sessions
-        and len(directory.peers) <= 1
+        and not any(peer.session for peer in directory.peers.values())
         and not directory.residents.unlinked
     )
 

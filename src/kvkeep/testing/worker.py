@@ -136,7 +136,8 @@ class Worker:
         memory = mapping.memory
         data = _GARBAGE * part.size_bytes if garbage else self._content(part)
         number = self.world.new_id()
-        memory.copying[number] = (part.offset, part.offset + part.size_bytes)
+        end = part.offset + part.size_bytes
+        memory.copying[number] = (part.offset, end, self.client.process)
         try:
             for start, end in self._pieces(part.size_bytes):
                 await self._device_time()
