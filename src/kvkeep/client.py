@@ -374,13 +374,10 @@ class Client:
     def _unmap(self) -> None:
         """Unmap a dead epoch's arena once its copies have ended."""
         mapping = self.mapping
-        if mapping is None:
-            return
-        if mapping.close():
+        if mapping is None or mapping.close():
             with self._lock:
                 self.mapping = None
-                if self.welcome is not None:
-                    self._confirms = self.welcome.peer
+                self._confirms = self.welcome.peer if self.welcome is not None else 0
         else:
             self._log("kvkeep: a copy still runs on the old arena; waiting for it")
 
@@ -399,6 +396,7 @@ class Client:
                     arena_bytes=welcome.arena_bytes,
                     slots=welcome.slots,
                     write=welcome.writable,
+                    epoch=welcome.epoch,
                 )
         except BaseException:
             sock.close()

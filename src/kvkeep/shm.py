@@ -171,9 +171,17 @@ class Mapping:
     """
 
     def __init__(
-        self, arena_fd: int, table_fd: int, *, arena_bytes: int, slots: int, write: bool
+        self,
+        arena_fd: int,
+        table_fd: int,
+        *,
+        arena_bytes: int,
+        slots: int,
+        write: bool,
+        epoch: int = 0,
     ) -> None:
         self.size_bytes = arena_bytes
+        self.epoch = epoch  # handles of another server start mean nothing here
         self.writable = write
         self._table_bytes = max(8 * slots, mmap.PAGESIZE)
         with contextlib.ExitStack() as undo:

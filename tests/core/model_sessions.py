@@ -61,6 +61,10 @@ class Party:
         """Whether the session still has open leases."""
         raise NotImplementedError
 
+    def may_touch(self, peer: int) -> bool:
+        """Whether the peer's process may still touch memory that was handed out."""
+        raise NotImplementedError
+
     # ---- one event
 
     def join(self, event: ev.Join, reply: ev.Reply, effects: list[ev.Effect]) -> None:
@@ -136,6 +140,7 @@ class Party:
         person.open = False
         member = self.members.get(person.session)
         if member is None:
+            self._forget_person(peer)
             return 1
         was_ready = member.ready
         if member.scheduler == peer:
@@ -149,6 +154,7 @@ class Party:
             assert isinstance(unready, ev.SessionUnready)
             assert unready.session == person.session
         self._forget(person.session)
+        self._forget_person(peer)
         return 1
 
     def gone(self, peer: int, confirmed: bool, effects: list[ev.Effect]) -> int:
@@ -163,9 +169,13 @@ class Party:
         member = self.members.get(person.session)
         if member is not None and person.rank is not None and person.rank not in member.workers:
             self.end_reads(person.session, person.rank)
-        del self.peers[peer]
+        self.peers.pop(peer, None)
         self._forget(person.session)
         return freed
+
+    def _forget_person(self, peer: int) -> None:
+        if not self.may_touch(peer):
+            del self.peers[peer]
 
     def _forget(self, session: str) -> None:
         member = self.members.get(session)

@@ -58,6 +58,7 @@ class Membership:
         peer.open = False
         session = self._d.sessions.get(peer.session)
         if session is None:
+            self._forget_if_harmless(peer)
             return ev.Done(1)
         was_ready = session.ready
         if session.scheduler == peer_id:
@@ -70,6 +71,7 @@ class Membership:
             who = "scheduler" if peer.rank is None else f"rank {peer.rank}"
             self._d.effects.append(ev.SessionUnready(session.id, f"{who} left"))
         self._forget_if_empty(session)
+        self._forget_if_harmless(peer)
         return ev.Done(1)
 
     def gone(self, peer_id: PeerId, *, now_s: float, confirmed: bool) -> ev.Reply:
@@ -91,7 +93,7 @@ class Membership:
             if peer.rank is not None and peer.rank not in session.workers:
                 self._end_reads(session, peer.rank)
             self._forget_if_empty(session)
-        del self._d.peers[peer_id]
+        self._d.peers.pop(peer_id, None)
         return ev.Done(len(orphans))
 
     # ---- parts
@@ -157,6 +159,14 @@ class Membership:
     def _end_reads(self, session: Session, rank: int) -> None:
         for lease in list(session.reads_open.values()):
             self._d.end_part(session, lease, rank)
+
+    def _forget_if_harmless(self, peer: Peer) -> None:
+        """A closed connection whose process can touch nothing of ours needs no watching."""
+        session = self._d.sessions.get(peer.session)
+        writes = session.writes_open.values() if session is not None else ()
+        reads = session is not None and session.reads_open and not session.recompute
+        if not (peer.orphans or reads or any(peer.id in w.writers for w in writes)):
+            self._d.peers.pop(peer.id, None)
 
     def _forget_if_empty(self, session: Session) -> None:
         held = session.reads_open or session.writes_open

@@ -119,6 +119,8 @@ class Service:
             del self.clients[peer]
             self._log("refused", session=hello.session, pid=pid, why=reply.text)
             return m.Refused(reply.text)
+        # What an earlier connection of this process still has under way would belong to nobody.
+        self.clients.pop(PeerId(hello.confirms), None)
         if Role(hello.role) is not Role.OPERATOR:
             self._log("joined", session=hello.session, role=Role(hello.role).name.lower(), pid=pid)
         self._carry_out(effects)

@@ -29,11 +29,11 @@ class Load:
 
 @dataclass(slots=True)
 class StageCopy:
-    """Copy the blocks of one chunk into a staged extent; `offsets[rank]`."""
+    """Copy the blocks of one chunk into a staged extent; `handles[rank]`."""
 
     stage: int
     epoch: int
-    offsets: list[int]
+    handles: list[Handle]
     blocks: list[int]
 
 

@@ -257,7 +257,7 @@ class SchedulerSide:
         self, wanted: list[tuple[Tracked, list[ChunkHash]]], reply: m.Granted, epoch: int
     ) -> list[StageCopy]:
         copies: list[StageCopy] = []
-        offsets = [_unpack(column.offsets) for column in reply.columns]
+        handles = [_handles(column) for column in reply.columns]
         outcomes = iter(reply.outcomes)
         per_chunk = self._chunk // self.settings.block_tokens
         for tracked, hashes in wanted:
@@ -269,7 +269,7 @@ class SchedulerSide:
                     self._stage_id += 1
                     self.staged[self._stage_id] = Staged(reply.leases[index], tracked)
                     blocks = tracked.blocks[chunk * per_chunk : (chunk + 1) * per_chunk]
-                    mine = [column[index] for column in offsets]
+                    mine = [column[index] for column in handles]
                     copies.append(StageCopy(self._stage_id, epoch, mine, blocks))
                 stuck = stuck or outcome in _TRY_AGAIN
                 if stuck:

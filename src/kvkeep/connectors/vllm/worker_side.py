@@ -89,27 +89,34 @@ class WorkerSide:
         for stage in ready:
             by_epoch.setdefault(stage.epoch, []).append(stage)
         for epoch, stages in by_epoch.items():
-            if not self._store(epoch, stages):
-                self._fail_stages(stages)
-                continue
-            for stage in stages:
+            copied = self._store(epoch, stages)
+            for stage in copied:
                 self._copied[stage.stage] = 1
+            self._fail_stages([stage for stage in stages if stage not in copied])
 
-    def _store(self, epoch: int, stages: list[StageCopy]) -> bool:
+    def _store(self, epoch: int, stages: list[StageCopy]) -> list[StageCopy]:
+        """Copy what is still ours to write; returns the stages that were copied."""
         mapping = self._mapping(epoch)
         if mapping is None or not mapping.writable:
-            return False
+            return []
         try:
             with mapping.use():
-                jobs = [(mapping.address + s.offsets[self._rank], s.blocks) for s in stages]
+                # A connection lost and found again gave its staged extents back: their generation
+                # changed then, and cannot change again while this mapping is in use.
+                ours = [s for s in stages if self._still_ours(mapping, s)]
+                jobs = [(mapping.address + s.handles[self._rank][1], s.blocks) for s in ours]
                 self.blocks.gather(jobs)
                 self.blocks.synchronize()
         except MemoryRefused:
-            return False
+            return []
         except (ValueError, RuntimeError) as error:
             _log.error("kvkeep: storing %d chunks failed: %s", len(stages), error)
-            return False
-        return True
+            return []
+        return ours
+
+    def _still_ours(self, mapping: Mapping, stage: StageCopy) -> bool:
+        slot, _, generation = stage.handles[self._rank]
+        return mapping.generation(slot) == generation
 
     def fail_unreported_stages(self, meta: StepMeta) -> None:
         """Report every staged chunk of this step that has no report yet as failed."""
@@ -140,8 +147,8 @@ class WorkerSide:
 
     def _mapping(self, epoch: int) -> Mapping | None:
         """The arena of this epoch, pinned for the device; None when it is another or gone."""
-        welcome, mapping = self.client.welcome, self.client.mapping
-        if welcome is None or mapping is None or welcome.epoch != epoch:
+        mapping = self.client.mapping
+        if mapping is None or mapping.epoch != epoch:
             return None
         if mapping is not self._pinned:
             self.blocks.pin(mapping.address, mapping.size_bytes)
