@@ -189,11 +189,11 @@ class Model(Party):
         return sum(c.bytes for c in {id(c): c for c in mine}.values())
 
     def holds(self, session: str) -> bool:
-        return any(one.session == session for one in (*self.writes.values(), *self.reads.values()))
+        return session in [x.session for held in (self.writes, self.reads) for x in held.values()]
 
     def may_touch(self, peer: int) -> bool:
         member = self.members.get(session := self.peers[peer].session)
-        lasting = member is not None and not member.recompute  # its reads outlive connections
+        lasting = member is not None and not member.recompute
         writers = [w for _, w in self.stuck] + [w for v in self.writes.values() for w in v.writers]
         return peer in writers or (lasting and session in [r.session for r in self.reads.values()])
 
