@@ -67,15 +67,15 @@ check: setup
 	@echo "== shape of the code"
 	@$(PY) -m pytest -q tests/test_tidy.py
 	@echo "== fast tests"
-	@$(PY) -m pytest -q -m "$(FAST)" --ignore=tests/test_tidy.py
+	@$(PY) -m pytest -q -n 2 -m "$(FAST)" --ignore=tests/test_tidy.py
 
 test: setup setup-engine
 	@echo "== fast tests"
-	@$(PY) -m pytest -m "$(FAST)"
+	@$(PY) -m pytest -q -n 2 -m "$(FAST)"
 	@echo "== slow tests"
-	@$(PY) -m pytest -m "slow and not engine and not prove"
+	@$(PY) -m pytest -q -m "slow and not engine and not prove"
 	@echo "== tests on the real engine"
-	@$(PY) -m pytest -m "engine and not prove"
+	@$(PY) -m pytest -q -m "engine and not prove" --durations=25
 
 prove: check setup-engine
 	@echo "== simulation, 500 seeds"

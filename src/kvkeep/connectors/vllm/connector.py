@@ -22,7 +22,7 @@ from kvkeep.client import Client
 from kvkeep.connectors.blocks import DeviceBlocks
 from kvkeep.connectors.vllm import settings as settings_of
 from kvkeep.connectors.vllm.identity import engine_fingerprint
-from kvkeep.connectors.vllm.meta import StepMeta, WorkerMeta
+from kvkeep.connectors.vllm.meta import Load, StepMeta, WorkerMeta
 from kvkeep.connectors.vllm.scheduler_side import SchedulerSide
 from kvkeep.connectors.vllm.worker_side import WorkerSide
 from kvkeep.errors import ConfigError
@@ -66,6 +66,8 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         self.errors = 0
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
+        self._retired: SchedulerSide | None = None  # after an internal error
+        self._doomed: list[Load] = []  # loads that vLLM waits for and that cannot succeed
         self._config = vllm_config
         self._blocks: int = kv_cache_config.num_blocks
         if self.settings.off:
@@ -104,18 +106,25 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
-        if (side := self.scheduler_side) is None:
-            return
         ids = blocks.get_block_ids()[0]
-        if not self._guard(lambda: side.allocated(request, ids, num_external_tokens), False):
-            side.fail_load(request, ids, num_external_tokens)
+        if (side := self.scheduler_side) is not None and self._guard(
+            lambda: side.allocated(request, ids, num_external_tokens), False
+        ):
+            return
+        if num_external_tokens > 0:  # promised before something broke: it must fail, not hang
+            self._doomed.append(Load(request.request_id, 0, [], [list(ids)]))
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
-        if (side := self.scheduler_side) is None:
-            return StepMeta()
-        loads = side.pending_loads
-        # A request that waits for its load must hear of it whatever happens here.
-        return self._guard(lambda: side.build_meta(scheduler_output), StepMeta(0, loads))
+        live, side = self.scheduler_side, self.scheduler_side or self._retired
+        # A request that waits for its load must hear of it, whatever breaks here.
+        meta = StepMeta(0, list(side.pending_loads) if side is not None else [])
+        if live is not None:
+            meta = self._guard(lambda: live.build_meta(scheduler_output), meta)
+        if side is not None and side is self._retired:
+            side.pending_loads = []
+        meta.loads += self._doomed
+        self._doomed = []
+        return meta
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         if (side := self.scheduler_side) is not None:
@@ -237,4 +246,5 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
             _log.exception("kvkeep: internal error; this engine goes on without kvkeep")
             if self.scheduler_side is not None:
                 self.scheduler_side.retire()
+                self._retired, self.scheduler_side = self.scheduler_side, None
             return otherwise

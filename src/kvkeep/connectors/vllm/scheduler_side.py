@@ -378,11 +378,6 @@ class SchedulerSide:
         if tracked.tainted:
             self._forget_locally(set(block_ids))
 
-    def fail_load(self, request: "Request", block_ids: list[int], external_tokens: int) -> None:
-        """Dispatch a load that cannot succeed: vLLM waits for its report, then recomputes."""
-        if external_tokens > 0:
-            self.pending_loads.append(Load(request.request_id, 0, [], [list(block_ids)]))
-
     def retire(self) -> None:
         """Stop asking the server; what was dispatched is still reported by the workers."""
         # Not in this thread: closing may wait for a handshake that is under way.
