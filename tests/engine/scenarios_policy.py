@@ -25,6 +25,7 @@ def salts(socket: str) -> Any:
 
     engine = Engine(socket)
     engine.wait_ready()
+    engine.clear()
     prompt = engine.tokens(400)
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     cached = []
@@ -60,6 +61,7 @@ def adapters(socket: str, adapter: str) -> Any:
 
     engine = Engine(socket, {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8})
     engine.wait_ready()
+    engine.clear()
     prompt = engine.tokens(400)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     lora = LoRARequest("a", 1, adapter)
