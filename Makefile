@@ -80,6 +80,8 @@ test: setup setup-engine
 prove: check setup-engine
 	@echo "== simulation, 500 seeds"
 	@$(VENV)/bin/kvkeep simulate --seeds 500
+	@echo "== the core's state machines, 20 times the examples (about 5 minutes)"
+	@KVKEEP_HYPOTHESIS_PROFILE=prove $(PY) -m pytest -q -n 2 --timeout 900 tests/core
 	@echo "== long forms"
 	@$(PY) -m pytest -m prove
 
