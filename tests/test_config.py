@@ -152,6 +152,13 @@ def test_unknown_key_in_the_environment(name: str, nearest: str) -> None:
     assert text.endswith(f"did you mean {nearest}?")
 
 
+@pytest.mark.parametrize("key", ["a.b", "sever.x", "zzz"])
+def test_a_far_key_is_not_guessed_at(tmp_path: Path, key: str) -> None:
+    for text in (refusal(flags={key: 1}), refusal(toml(tmp_path, f"{key} = 1\n"))):
+        assert text.endswith("is not a known key: see kvkeep config for all keys")
+    assert f"{key} (from flag) is" in refusal(flags={key: 1})
+
+
 def test_other_variables_are_left_alone() -> None:
     env = {"KVKEEP_SERVICE_HOST": "10.0.0.1", "KVKEEPER_L1_SIZ": "1", "KVKEEP_LOGIN": "x"}
     assert load(env=env).config == Config()
@@ -171,7 +178,7 @@ def test_unknown_flag() -> None:
         ("http.port", "-1", "from 0 to 65535"),
         ("http.port", "7.5", "a whole number"),
         ("http.port", True, "a whole number"),
-        ("http.host", "", "a text"),
+        ("http.host", "", "must not be empty"),
         ("http.enabled", "yes", "true or false"),
         ("log.level", "loud", "debug, error, info, warning"),
         ("policy.eviction", "random", "one of lru"),
@@ -204,6 +211,12 @@ def test_wrong_value(key: str, value: object, limit: str) -> None:
     assert text.startswith(f"{key} = ")
     assert "(from flag)" in text
     assert limit in text
+
+
+def test_an_empty_socket_path_is_not_made_a_directory() -> None:
+    text = refusal(flags={"socket.path": ""})
+    assert "must not be empty" in text
+    assert os.getcwd() not in text
 
 
 def test_the_longest_path_a_socket_allows_is_accepted() -> None:

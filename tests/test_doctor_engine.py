@@ -3,18 +3,28 @@
 import errno
 import json
 import os
+import re
 import shlex
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
 from kvkeep.config import HttpConfig
-from kvkeep.doctor import Installed, Status, engine_flag
+from kvkeep.connectors.vllm.settings import Settings, read
+from kvkeep.doctor import Check, Installed, Status, engine_flag
 from kvkeep.doctor.engine import check_engine_flag, check_plugin, check_vllm, find_installed
 from kvkeep.doctor.sockets import check_http
+from kvkeep.errors import ConfigError
 from kvkeep.limits import MemoryBudget
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 NOBODY = 65534
 GIB = 1 << 30
@@ -155,20 +165,50 @@ GOOD = {
 }
 
 
+def extra(value: object) -> dict[str, object]:
+    return {**GOOD, "kv_connector_extra_config": value}
+
+
 def without(key: str, **more: object) -> dict[str, object]:
     return {name: value for name, value in GOOD.items() if name != key} | more
 
 
+DEFAULT = "/run/kvkeep/kvkeep.sock"
+
+
+def flag_check(settings: object, path: str = DEFAULT, **env: str) -> Check:
+    return check_engine_flag(json.dumps(settings), path, env)
+
+
 def test_without_a_flag_it_says_what_to_type() -> None:
-    check = check_engine_flag(None, "/run/k.sock")
+    check = check_engine_flag(None, DEFAULT, {})
     assert check.status is Status.OK
     assert typed(check.detail) == GOOD
     assert typed(engine_flag()) == GOOD
 
 
+@pytest.mark.parametrize(
+    ("path", "env", "is_named"),
+    [
+        ("/other.sock", {}, True),
+        ("/other.sock", {"KVKEEP_SOCKET_PATH": "/other.sock"}, True),
+        ("/run/user/7/kvkeep/kvkeep.sock", {"XDG_RUNTIME_DIR": "/run/user/7"}, False),
+        (DEFAULT, {"XDG_RUNTIME_DIR": "/run/user/7"}, True),
+    ],
+)
+def test_the_flag_to_type_names_a_socket_that_engines_would_not_find(
+    path: str, env: dict[str, str], is_named: bool
+) -> None:
+    named = {"kv_connector_extra_config": {"socket": path}} if is_named else {}
+    assert typed(check_engine_flag(None, path, env).detail) == GOOD | named
+    corrected = check_engine_flag('{"kv_connector":"KVKeepConnector"}', path, env)
+    assert typed(corrected.fix) == GOOD | named
+    assert typed(check_engine_flag("[", path, env).fix) == GOOD | named
+
+
 @pytest.mark.parametrize("role", ["kv_both", "kv_producer", "kv_consumer"])
 def test_a_right_flag(role: str) -> None:
-    check = check_engine_flag(json.dumps({**GOOD, "kv_role": role}), "/run/k.sock")
+    check = flag_check({**GOOD, "kv_role": role})
     assert check.status is Status.OK
     assert check.fix == ""
     assert ("only" in check.detail) == (role != "kv_both")
@@ -184,47 +224,119 @@ def test_a_right_flag(role: str) -> None:
         ({**GOOD, "kv_role": ["kv_both"]}, "kv_role is"),
         (without("kv_connector"), "kv_connector is null"),
         ({**GOOD, "kv_connector": "OtherConnector"}, 'kv_connector is "OtherConnector"'),
+        ({**GOOD, "kv_ip": "::1"}, "unknown keys kv_ip"),
+        (extra([]), "kv_connector_extra_config is [], not an object"),
+        (extra(None), "kv_connector_extra_config is null, not an object"),
+        (extra({"sokcet": "/k.sock"}), "has unknown keys sokcet; known are socket, chunk_tokens"),
+        (extra({"chunk_tokens": "256"}), 'chunk_tokens = "256" must be a whole number'),
+        (extra({"chunk_tokens": 0}), "chunk_tokens = 0 must"),
+        (extra({"chunk_tokens": 65537}), "chunk_tokens = 65537 must"),
+        (extra({"chunk_tokens": True}), "chunk_tokens = true must"),
+        (extra({"chunk_tokens": 256.0}), "chunk_tokens = 256.0 must"),
+        (extra({"socket": "rel.sock"}), "it must be absolute"),
+        (extra({"socket": 5}), "socket = 5: a path is a text"),
+        (extra({"socket": ""}), "it is empty"),
+        (extra({"socket": "/" + "x" * 204}), "the path has 205 bytes"),
+        (extra({"socket": "/\ud800"}), "no file can have this name"),
     ],
 )
 def test_a_wrong_flag_is_answered_with_one_that_passes(
     settings: dict[str, object], problem: str
 ) -> None:
-    check = check_engine_flag(json.dumps(settings), "/run/k.sock")
+    check = flag_check(settings)
     assert check.status is Status.FAIL
     assert problem in check.detail
-    again = check_engine_flag(json.dumps(typed(check.fix)), "/run/k.sock")
+    again = flag_check(typed(check.fix))
     assert again.status is Status.OK
 
 
 def test_every_problem_is_named_at_once_and_the_rest_is_kept() -> None:
-    text = json.dumps({"kv_role": "kv_producer", "kv_buffer_size": 3, "engine_id": "it's"})
-    check = check_engine_flag(text, "/run/k.sock")
+    kept = {"socket": "/other.sock", "chunk_tokens": 128}
+    settings = {"kv_role": "kv_producer", "kv_port": 3, "engine_id": "it's", "no": 1}
+    settings["kv_connector_extra_config"] = kept | {"not": 1}
+    check = flag_check(settings, "/k.sock")
     assert "kv_connector" in check.detail
     assert "kv_load_failure_policy" in check.detail
+    assert "unknown keys no;" in check.detail
+    assert "unknown keys not;" in check.detail
     assert typed(check.fix) == {
         **GOOD,
         "kv_role": "kv_producer",
-        "kv_buffer_size": 3,
+        "kv_port": 3,
         "engine_id": "it's",
+        "kv_connector_extra_config": kept,
     }
 
 
 @pytest.mark.parametrize("text", ["", "{kv_role: 1}", "[]", '"x"', "null"])
 def test_a_flag_that_is_no_object(text: str) -> None:
-    check = check_engine_flag(text, "/run/k.sock")
+    check = check_engine_flag(text, DEFAULT, {})
     assert check.status is Status.FAIL
     assert typed(check.fix) == GOOD
 
 
 @pytest.mark.parametrize(
-    ("extra", "status"),
+    ("named", "env", "status"),
     [
-        ({"socket": "/run/k.sock"}, Status.OK),
-        ({}, Status.OK),
-        (None, Status.OK),
-        ({"socket": "/other.sock"}, Status.WARN),
+        ({"socket": "/k.sock"}, {}, Status.OK),
+        ({}, {"KVKEEP_SOCKET_PATH": "/k.sock"}, Status.OK),
+        ({}, {}, Status.WARN),
+        ({}, {"KVKEEP_SOCKET_PATH": "k.sock"}, Status.WARN),
+        ({"socket": "/other.sock"}, {"KVKEEP_SOCKET_PATH": "/k.sock"}, Status.WARN),
     ],
 )
-def test_engine_and_server_must_mean_the_same_socket(extra: object, status: Status) -> None:
-    text = json.dumps({**GOOD, "kv_connector_extra_config": extra})
-    assert check_engine_flag(text, "/run/k.sock").status is status
+def test_engine_and_server_must_mean_the_same_socket(
+    named: dict[str, object], env: dict[str, str], status: Status
+) -> None:
+    check = flag_check(extra(named), "/k.sock", **env)
+    assert check.status is status
+    if status is Status.WARN and not named:
+        assert typed(check.fix) == extra({"socket": "/k.sock"})
+
+
+# --- the connector asks the same function ---
+
+
+def read_settings(
+    more: Mapping[str, object], role: str = "kv_both", policy: str = "recompute"
+) -> Settings:
+    """Settings as the connector reads them from vLLM's configuration."""
+    transfer = SimpleNamespace(
+        kv_role=role, kv_load_failure_policy=policy, kv_connector_extra_config=more
+    )
+    group = SimpleNamespace(kv_cache_spec=type("FullAttentionSpec", (), {})())
+    config = SimpleNamespace(
+        kv_transfer_config=transfer,
+        cache_config=SimpleNamespace(block_size=16),
+        parallel_config=SimpleNamespace(world_size=1),
+    )
+    cache = SimpleNamespace(kv_cache_groups=[group])
+    return read(cast("VllmConfig", config), cast("KVCacheConfig", cache))
+
+
+def test_the_connector_takes_what_doctor_calls_right() -> None:
+    found = read_settings({"socket": "/k.sock", "chunk_tokens": 100}, "kv_consumer")
+    assert (found.socket, found.chunk_tokens, found.writes) == ("/k.sock", 112, False)
+    assert read_settings({}).chunk_tokens == 256
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ({"socket": "rel.sock"}, "it must be absolute"),
+        ({"socket": 5}, "a path is a text"),
+        ({"socket": "/" + "x" * 204}, "the path has 205 bytes"),
+        ({"chunk_tokens": True}, "chunk_tokens = true must"),
+        ({"chunk_token": 1}, "unknown keys chunk_token;"),
+    ],
+)
+def test_the_connector_refuses_what_doctor_refuses(more: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        read_settings(more)
+
+
+def test_the_flag_to_type_keeps_what_the_user_gave() -> None:
+    with pytest.raises(ConfigError, match='kv_load_failure_policy is "fail"') as caught:
+        read_settings({"socket": "/k.sock", "chunk_tokens": 128}, "kv_producer", "fail")
+    kept = extra({"socket": "/k.sock", "chunk_tokens": 128})
+    assert typed(str(caught.value)) == kept | {"kv_role": "kv_producer"}

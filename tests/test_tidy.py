@@ -22,6 +22,7 @@ TIERS = (
     ("types", "errors"),
     ("core",),
     ("config", "metrics", "limits"),
+    ("engine_flag",),
     ("shm",),
     ("wire",),
     ("backends",),

@@ -26,9 +26,11 @@ from kvkeep.wire import messages as m
 from kvkeep.wire.framing import FrameReader, encode, server_frames
 
 PATIENCE_S = 0.1  # an answer outstanding for longer means `away`
+SPIN_S = 0.0001  # looks at the socket for so long before it sleeps: a wake-up costs as much
 PROBE_S = 0.05  # how often the watcher looks at the socket while away or while answers are due
 IDLE_S = 0.25
 CONNECT_TIMEOUT_S = 2.0
+_SLOW = f"did not answer within {CONNECT_TIMEOUT_S} s: it is stopped or overloaded; see its process"
 RETRY_FIRST_S, RETRY_MOST_S = 0.05, 1.0
 MAX_UNSENT_BYTES = 1 << 20
 TOUCH_BYTES = 256 << 20  # pages touched between two looks at the socket
@@ -179,11 +181,9 @@ class Client:
         self.pump()  # counted: another thread may hold the lock
         left = self._budget.step_s - self.waited_s
         deadline = started + max(0.0, left if most_s is None else min(left, most_s))
-        while not call.done:
-            now = time.monotonic()
-            if now >= deadline:
-                break
-            self._poll(deadline - now)
+        while not call.done and (now := time.monotonic()) < deadline:
+            if now >= started + SPIN_S:
+                self._poll(deadline - now)
             self.pump()
         self.waited_s += time.monotonic() - started
         if not call.done:
@@ -455,10 +455,9 @@ def _handshake(
     sock: socket.socket, hello: m.Hello
 ) -> tuple[m.Welcome, list[int], FrameReader[m.ServerMessage], list[m.ServerMessage]]:
     """Say Hello; returns the welcome, its descriptors, and what was read after it."""
-    try:
-        own = [os.pidfd_open(os.getpid())]
-    except OSError:  # before Linux 5.3
-        own = []
+    own: list[int] = []
+    with contextlib.suppress(OSError):  # before Linux 5.3
+        own.append(os.pidfd_open(os.getpid()))
     reader = server_frames()
     messages: list[m.ServerMessage] = []
     fds: list[int] = []
@@ -468,7 +467,7 @@ def _handshake(
             data, got = shm.receive_with_fds(sock, 1 << 16)
             fds += got
             if not data:
-                raise SocketError("the server closed the connection during the handshake")
+                raise ConnectionResetError
             messages = reader.feed(data)
         first = messages.pop(0)
         if isinstance(first, m.Welcome) and len(fds) == 2 * first.has_arena:
@@ -480,7 +479,9 @@ def _handshake(
         own += fds
         if isinstance(error, KVKeepError):
             raise
-        raise SocketError(f"the handshake with the server failed: {error}") from error
+        why = _SLOW if isinstance(error, TimeoutError) else f"failed: {error}"
+        why = "ended the connection: it is stopping" if isinstance(error, ConnectionError) else why
+        raise SocketError(f"the server at {sock.getpeername()} {why}") from error
     finally:
         for fd in own:
             os.close(fd)

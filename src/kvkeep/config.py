@@ -23,6 +23,7 @@ from kvkeep.limits import MIB, parse_bytes, parse_l1_size, parse_nodes
 DEFAULT_FILE = Path("/etc/kvkeep/kvkeep.toml")
 ENV_PREFIX = "KVKEEP_"
 ENV_FILE = "KVKEEP_CONFIG"
+NEAR = 0.7  # a typing error leaves this much in common; less is no hint but a guess
 SOCKET_PATH_MAX_BYTES = 107  # sockaddr_un.sun_path is 108 bytes with its final zero
 
 Value = str | int | float | bool
@@ -158,6 +159,8 @@ def env_name(key: str) -> str:
 
 def socket_path_problem(path: str) -> str | None:
     """Say what is wrong with a socket's path and how to fix it; None if nothing is."""
+    if not path:
+        return "it must not be empty; leave it out for the default, or name a file"
     if "\0" in path:
         return "a path has no zero byte; remove it"
     if not os.path.isabs(path):
@@ -249,7 +252,7 @@ def _from_flags(
     given: dict[str, _Given] = {}
     for key, value in flags.items():
         if key not in known:
-            raise ConfigError(_unknown(key, "flags", known))
+            raise ConfigError(_unknown(key, "flag", known))
         if value is not None:
             given[key] = _Given(value, "flag")
     return given
@@ -262,7 +265,10 @@ def _unknown(key: str, source: str, names: Mapping[str, object] | tuple[str, ...
         last = SequenceMatcher(None, key.rpartition(".")[2], name.rpartition(".")[2]).ratio()
         return max(SequenceMatcher(None, key, name).ratio(), 0.95 * last)
 
-    return f"{key} (from {source}) is not a known key: did you mean {max(names, key=nearness)}?"
+    nearest = max(names, key=nearness)
+    if nearness(nearest) < NEAR:
+        return f"{key} (from {source}) is not a known key: see kvkeep config for all keys"
+    return f"{key} (from {source}) is not a known key: did you mean {nearest}?"
 
 
 def _checked(key: str, item: _Given, kind: inspect.Type) -> object:
@@ -277,6 +283,8 @@ def _checked(key: str, item: _Given, kind: inspect.Type) -> object:
             value = str(value)  # a plain number is bytes
         value = msgspec.convert(value, _type_of(key), strict=not is_text)
     except ValueError:  # msgspec.ValidationError is one
+        if value == "" and isinstance(kind, inspect.StrType):
+            raise ConfigError(_refusal(key, item, "must not be empty")) from None
         raise ConfigError(_refusal(key, item, f"must be {_limit_text(key, kind)}")) from None
     problem = _text_problem(key, value) if isinstance(value, str) else None
     if problem is not None:

@@ -4,6 +4,7 @@ Distinct types for distinct ints and bytes, so that a slot is never passed where
 Numbers of enums go over the wire and into files: they are only ever added to.
 """
 
+import unicodedata
 from enum import Enum, IntEnum
 from typing import NewType
 
@@ -124,3 +125,10 @@ class ObjectKey(msgspec.Struct, frozen=True):
     kv_rank: int
     object_group_id: int
     cache_salt: str | None
+
+
+def printable(text: str) -> str:
+    r"""The text with control characters as \xNN: safe for a terminal and for a log line."""
+    if text.isprintable():
+        return text
+    return "".join(f"\\x{ord(c):02x}" if unicodedata.category(c) == "Cc" else c for c in text)

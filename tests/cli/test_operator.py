@@ -2,6 +2,7 @@
 
 import os
 import signal
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,17 @@ L1_KEYS = {
     "quarantined_bytes",
     "objects",
 }
-EXPLAIN_KEYS = {"request", "prompt_tokens", "hit_tokens", "chunks", "timeline", "saved_ms"}
+EXPLAIN_KEYS = {
+    "request",
+    "session",
+    "at",
+    "prompt_tokens",
+    "hit_tokens",
+    "computed_tokens",
+    "chunks",
+    "timeline",
+    "saved_ms",
+}
 
 
 def test_status(busy: Busy, kvkeep: Command) -> None:
@@ -61,6 +72,9 @@ def test_explain(busy: Busy, kvkeep: Command) -> None:
     assert newest.code == 0
     assert set(newest.json) >= EXPLAIN_KEYS
     assert newest.json["request"] == "request-1"
+    assert newest.json["session"] == f"bench-cli-{os.getpid()}"
+    age = datetime.now(UTC) - datetime.fromisoformat(newest.json["at"])
+    assert timedelta(0) < age < timedelta(minutes=10)
     assert [c["outcome"] for c in newest.json["chunks"]] == ["hit"] * STORED + ["miss"] * STAGED
     assert newest.json["chunks"][STORED]["reason"] == "never_stored"
     assert set(newest.json["hit_tokens"]) == {"device", "l1", "l2"}
@@ -79,7 +93,7 @@ def test_explain_for_people(busy: Busy, kvkeep: Command) -> None:
 def test_explain_of_an_unknown_request(busy: Busy, kvkeep: Command) -> None:
     done = kvkeep("explain", "nobody", "--socket", busy.server.socket)
     assert done.code == 1
-    assert "'nobody'" in done.sentence
+    assert "begins with 'nobody': it was not looked up" in done.sentence
 
 
 def test_clear(own_busy: Busy, kvkeep: Command) -> None:
@@ -120,7 +134,7 @@ def test_a_stopped_server(tmp_path: Path, kvkeep: Command) -> None:
         os.kill(server.pid, signal.SIGSTOP)
         done = kvkeep("status", "--socket", server.socket)
         assert done.code == 1
-        assert "timed out" in done.sentence
+        assert "did not answer within" in done.sentence
 
 
 def test_ranges_join_equal_neighbours_only() -> None:

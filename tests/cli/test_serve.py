@@ -1,5 +1,6 @@
 """`kvkeep serve` as a process: it answers, stops cleanly, and takes over from a killed one."""
 
+import socket
 import stat
 from pathlib import Path
 
@@ -10,9 +11,9 @@ from tests.servers import run_kvkeep, running_server
 
 def test_it_answers_and_stops(tmp_path: Path) -> None:
     with running_server(tmp_path) as server:
-        socket = Path(server.socket)
-        assert stat.S_IMODE(socket.stat().st_mode) == 0o600
-        assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
+        path = Path(server.socket)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
         assert server.get("/healthz") == (200, '{"status":"ok"}')
         code, body = server.get("/readyz")
         ready = msgspec.json.decode(body)
@@ -25,8 +26,39 @@ def test_it_answers_and_stops(tmp_path: Path) -> None:
         assert server.status()["l1"]["free_bytes"] == 16 << 20
         assert server.get("/nothing")[0] == 404
         assert server.stop() == 0
-        assert not socket.exists()
+        assert not path.exists()
     assert [line["event"] for line in server.log][-2:] == ["stopping", "stopped"]
+
+
+def test_what_is_not_http_is_a_log_line_like_the_others(tmp_path: Path) -> None:
+    with running_server(tmp_path, populated=False) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as stranger:
+            stranger.sendall(b"\x16\x03\x01 no HTTP\r\n\r\n")
+            stranger.recv(100)
+        line = server.wait_for("http")
+        assert (line["level"], line["what"]) == ("warning", "Invalid HTTP request received.")
+    assert not [line for line in server.log if "text" in line]
+
+
+def test_a_socket_file_that_is_taken_away(tmp_path: Path) -> None:
+    with running_server(tmp_path, populated=False) as server:
+        path = Path(server.socket)
+        path.unlink()
+        path.write_text("of somebody else")
+        server.wait_for("socket_gone")
+        (problem,) = server.status()["problems"]
+        assert problem.startswith(f"the socket file {path} is gone: restart the server")
+        assert server.stop() == 0
+        assert path.read_text() == "of somebody else"
+
+
+def test_a_refused_start_makes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "kvkeep.sock"
+    done = run_kvkeep("serve", "--socket", path, "--group", "no-such-group", "--l1-size", "8MiB")
+    assert done.returncode == 1
+    assert "no-such-group" in done.stderr
+    assert not path.parent.exists()
 
 
 def test_without_http(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_a_server_that_never_answers(tmp_path: Path) -> None:
     with fake_server(tmp_path / "s", silent) as fake:
         client = Client(fake.path, hello("s"))
         client.start()
-        until(lambda: "timed out" in client.why)
+        until(lambda: "did not answer within" in client.why)
         assert client.state is State.CONNECTING
         assert client.call(m.Ping) is None
         client.close()

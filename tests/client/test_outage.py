@@ -133,7 +133,7 @@ def test_a_full_send_buffer_does_not_block(server: Server) -> None:
                 longest_s = max(longest_s, time.monotonic() - started_s)
                 sent += 1
                 assert sent < 10_000
-            assert "does not read" in client.why or "timed out" in client.why
+            assert "does not read" in client.why or "did not answer" in client.why
             assert longest_s < 0.25
         until(lambda: client.up and client.ready is not None)
         settle(server)

@@ -6,10 +6,12 @@ and an exit status (1 failed, 2 wrong usage, 130 interrupted), never a traceback
 imported by the command that needs them: `kvkeep serve` has to answer within a second.
 """
 
-import os
+import contextlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
+from kvkeep.cli.output import CannotPrint, discard_output, prepare_streams
 from kvkeep.errors import KVKeepError
 
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
@@ -17,15 +19,20 @@ FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
+    prepare_streams()
     try:
-        return _run(arguments)
+        code = _run(arguments)
+        sys.stdout.flush()
+        return code
     except KVKeepError as error:
+        if isinstance(error, CannotPrint):
+            discard_output()
         _say(str(error))
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
         return FAILED
 
 
@@ -48,12 +55,30 @@ def _run(arguments: Sequence[str] | None) -> int:
             _say(text)
             return FAILED
         context = getattr(error, "ctx", None)
-        command = context.command_path if context is not None else "kvkeep"
+        command = context.command_path if context is not None else _command(app, given)
         end = "" if text.endswith((".", "?", "!")) else "."
         _say(f"{text}{end} See `{command} --help`.")
         return WRONG_USAGE
     return done if isinstance(done, int) else 0
 
 
+def _command(app: Any, given: Sequence[str]) -> str:  # noqa: ANN401 - typer stays unimported
+    """The command that the arguments begin with: an error of the parser does not name it."""
+    from typer.main import get_command
+
+    name = "kvkeep"
+    command: Any = get_command(app)
+    for word in given:
+        command = getattr(command, "commands", {}).get(word)
+        if command is None:
+            break
+        name += f" {word}"
+    return name
+
+
 def _say(text: str) -> None:
-    print(f"kvkeep: {text}", file=sys.stderr)
+    from kvkeep.types import printable
+
+    shown = "\n".join(map(printable, text.split("\n")))
+    with contextlib.suppress(OSError):  # nobody is left to tell
+        print(f"kvkeep: {shown}", file=sys.stderr)

@@ -1,6 +1,5 @@
 """The commands and their options. Each does its work in a room below and prints what came back."""
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -81,9 +80,11 @@ def serve(
 
 
 @app.command()
-def status(config: ConfigFile = None, socket: Socket = None, as_json: Json = False) -> None:
+def status(
+    config: ConfigFile = None, socket: Socket = None, sets: Sets = None, as_json: Json = False
+) -> None:
     """What the server holds, and who is connected."""
-    answer = _ask(config, socket, "status")
+    answer = _ask(socket_path(config, socket, sets), "status")
     if as_json:
         print_json(answer)
     else:
@@ -93,9 +94,11 @@ def status(config: ConfigFile = None, socket: Socket = None, as_json: Json = Fal
 
 
 @app.command()
-def leases(config: ConfigFile = None, socket: Socket = None, as_json: Json = False) -> None:
+def leases(
+    config: ConfigFile = None, socket: Socket = None, sets: Sets = None, as_json: Json = False
+) -> None:
     """What sessions hold for reading or writing, oldest first."""
-    answer = _ask(config, socket, "leases")
+    answer = _ask(socket_path(config, socket, sets), "leases")
     if as_json:
         print_json(answer)
     else:
@@ -111,10 +114,11 @@ def explain(
     ] = "",
     config: ConfigFile = None,
     socket: Socket = None,
+    sets: Sets = None,
     as_json: Json = False,
 ) -> None:
     """Why a request hit or missed, chunk by chunk, and what happened when."""
-    answer = _ask(config, socket, "explain", request)
+    answer = _ask(socket_path(config, socket, sets), "explain", request)
     if as_json:
         print_json(answer)
     else:
@@ -130,10 +134,11 @@ def clear(
     ] = False,
     config: ConfigFile = None,
     socket: Socket = None,
+    sets: Sets = None,
     as_json: Json = False,
 ) -> None:
     """Forget every chunk in L1."""
-    answer = _ask(config, socket, "clear", "force" if force else "")
+    answer = _ask(socket_path(config, socket, sets), "clear", "force" if force else "")
     if as_json:
         print_json(answer)
     else:
@@ -191,7 +196,7 @@ def doctor(
     raise typer.Exit(int(result is Status.FAIL))
 
 
-def _ask(config: Path | None, socket: str | None, what: str, argument: str = "") -> Any:  # noqa: ANN401 - JSON
+def _ask(path: str, what: str, argument: str = "") -> Any:  # noqa: ANN401 - JSON
     from kvkeep.cli.operator import ask
 
-    return ask(socket_path(config, socket), what, argument)
+    return ask(path, what, argument)

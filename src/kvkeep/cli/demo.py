@@ -22,7 +22,8 @@ from kvkeep.cli.demo_prompts import (
 )
 from kvkeep.cli.demo_report import DEVICE, L1, MIN_SPEEDUP, NONE, Report, Run
 from kvkeep.cli.operator import ask
-from kvkeep.errors import KVKeepError
+from kvkeep.errors import ConfigError, KVKeepError
+from kvkeep.limits import parse_l1_size
 
 ANSWER_TOKENS = 32
 MAX_MODEL_LEN = 8_192
@@ -47,6 +48,10 @@ def run_demo(
     """Run it, print the table, write `json_path`; 0 when everything was as it must be."""
     if not json_path.absolute().parent.is_dir():
         raise CannotWrite(f"{json_path.absolute().parent} is no folder: --json FILE needs one")
+    try:
+        parse_l1_size(l1_size)
+    except ValueError as error:
+        raise ConfigError(f"--l1-size {l1_size!r} is refused: {error}") from None
     source, text = read_document(document)
     say = _Say()
     say("looking for vLLM and the demo model (made once, about a minute)")

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from kvkeep.config import LoadedConfig, load_config
+from kvkeep.config import ENV_FILE, ENV_PREFIX, LoadedConfig, env_name, load_config
 
 ConfigFile = Annotated[
     Path | None,
@@ -29,7 +29,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
 def load(
-    file: Path | None, sets: Sequence[str] | None, flags: Mapping[str, object]
+    file: Path | None,
+    sets: Sequence[str] | None,
+    flags: Mapping[str, object],
+    *,
+    env: Mapping[str, str] | None = None,
 ) -> LoadedConfig:
     """Merge file, environment and flags; raises ConfigError or a usage error."""
     given = {key: value for key, value in flags.items() if value is not None}
@@ -41,12 +45,21 @@ def load(
         if key in given:
             raise typer.BadParameter(f"--set {text}: {key} is given twice")
         given[key] = value
-    return load_config(file, os.environ, given)
+    return load_config(file, os.environ if env is None else env, given)
 
 
-def socket_path(file: Path | None, socket: str | None) -> str:
-    """Where the server is, from the same sources as the server's own configuration."""
-    return load(file, None, {"socket.path": socket}).config.socket.path
+def socket_path(file: Path | None, socket: str | None, sets: Sequence[str] | None = None) -> str:
+    """Where the server is, from the same sources as the server's own configuration.
+
+    Other variables of the environment are not looked at: who asks needs only the socket.
+    """
+    ours = (ENV_FILE, env_name("socket"))
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(ENV_PREFIX) or name.startswith(ours)
+    }
+    return load(file, sets, {"socket.path": socket}, env=env).config.socket.path
 
 
 def print_json(body: object) -> None:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from itertools import groupby
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from rich.text import Text
 
 from kvkeep.doctor import Check, Status
 from kvkeep.limits import format_bytes
+from kvkeep.types import printable
 
 PIPE_COLUMNS = 200
 _COLOURS = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "red"}
@@ -30,30 +32,31 @@ _L1_ROWS = (
 def show_status(status: dict[str, Any]) -> None:
     """The server, its L1, its sessions, its problems."""
     up = _duration(status["uptime_s"])
-    _print(Text(f"kvkeep {status['version']}  up {up}  epoch {status['epoch']}"))
+    _print(_text(f"kvkeep {status['version']}  up {up}  epoch {status['epoch']}"))
     for problem in status.get("problems", ()):
-        _print(Text(f"problem: {problem}", style="red"))
+        _print(_text(f"problem: {problem}", style="red"))
     l1 = status["l1"]
     table = _table("L1", "bytes>", "of L1>", "")
     for name, meaning in _L1_ROWS:
         size_bytes = l1[f"{name}_bytes"]
         share = f"{100 * size_bytes / max(1, l1['capacity_bytes']):.1f} %"
-        table.add_row(name, format_bytes(size_bytes), share, meaning)
+        _row(table, name, format_bytes(size_bytes), share, meaning)
     _print(table)
-    _print(Text(f"{l1['objects']} objects, {status['leases']} leases open"))
+    _print(_text(f"{l1['objects']} objects, {status['leases']} leases open"))
     _print(_sessions(status["sessions"]))
     for backend in status["l2"]:
-        _print(Text(f"L2: {backend}"))
+        _print(_text(f"L2: {backend}"))
 
 
 def show_leases(leases: Sequence[dict[str, Any]]) -> None:
     """Every lease; old ones marked."""
     if not leases:
-        _print(Text("no leases are open"))
+        _print(_text("no leases are open"))
         return
     table = _table("lease", "kind", "session", "request", "chunks>", "bytes>", "age>", "pids")
     for row in leases:
-        table.add_row(
+        _row(
+            table,
             row["lease"],
             row["kind"],
             row["session"],
@@ -69,22 +72,28 @@ def show_leases(leases: Sequence[dict[str, Any]]) -> None:
 
 def show_explanation(answer: dict[str, Any]) -> None:
     """One request: tokens by tier, chunks in ranges, the timeline."""
-    _print(Text(f"request {answer['request']}", style="bold"))
+    _print(_text(f"request {answer['request']}", style="bold"))
+    about = [f"session {answer['session']}"] if answer.get("session") else []
+    about += [f"at {_moment(answer['at'])}"] if answer.get("at") else []
+    if about:
+        _print(_text(", ".join(about)))
     hit = answer["hit_tokens"]
     tiers = [("device", hit["device"]), ("L1", hit["l1"])]
     tiers += [(f"L2 {name}", tokens) for name, tokens in hit["l2"].items()]
     table = _table("tokens", ">")
-    table.add_row("prompt", str(answer["prompt_tokens"]))
+    _row(table, "prompt", str(answer["prompt_tokens"]))
     for name, tokens in tiers:
-        table.add_row(f"from {name}", str(tokens))
+        _row(table, f"from {name}", str(tokens))
+    if answer.get("computed_tokens") is not None:
+        _row(table, "computed", str(answer["computed_tokens"]))
     _print(table)
     if answer["saved_ms"] is not None:
-        _print(Text(f"saved about {answer['saved_ms']:.0f} ms"))
+        _print(_text(f"saved about {answer['saved_ms']:.0f} ms"))
     if answer["chunks"]:
-        _print(_chunks(answer["chunks"]))
+        _print(_chunks(answer["chunks"], unneeded=_is_unneeded(answer)))
     table = _table("ms>", "event")
     for item in answer["timeline"]:
-        table.add_row(f"{item['t_ms']:.1f}", item["event"])
+        _row(table, f"{item['t_ms']:.1f}", item["event"])
     _print(table)
 
 
@@ -95,7 +104,7 @@ def show_cleared(answer: dict[str, Any]) -> None:
     text = f"cleared {answer['cleared_chunks']} chunks; {format_bytes(l1['free_bytes'])} free"
     if left:
         text += f", {format_bytes(left)} in use by engines"
-    _print(Text(text))
+    _print(_text(text))
 
 
 def show_config(found: Sequence[dict[str, Any]]) -> None:
@@ -105,7 +114,7 @@ def show_config(found: Sequence[dict[str, Any]]) -> None:
         value = row["value"]
         text = str(value).lower() if isinstance(value, bool) else str(value)
         style = "dim" if row["source"].startswith("default") else None
-        table.add_row(row["key"], text or '""', row["source"], style=style)
+        _row(table, row["key"], text or '""', row["source"], style=style)
     _print(table)
 
 
@@ -113,10 +122,10 @@ def show_checks(checks: Sequence[Check]) -> None:
     """Each check, and below it what to do."""
     table = _table("", "check", "found")
     for check in checks:
-        found = Text(check.detail)
+        found = _text(check.detail)
         if check.fix:
-            found.append(f"\nfix: {check.fix}", style=_COLOURS[check.status])
-        table.add_row(Text(check.status.value, style=_COLOURS[check.status]), check.name, found)
+            found.append(f"\nfix: {printable(check.fix)}", style=_COLOURS[check.status])
+        _row(table, Text(check.status.value, style=_COLOURS[check.status]), check.name, found)
     _print(table)
 
 
@@ -127,7 +136,8 @@ def show_object_bench(report: dict[str, Any]) -> None:
         "retrieve/memcpy>", "verified",
     )  # fmt: skip
     for row in report["shapes"]:
-        table.add_row(
+        _row(
+            table,
             row["name"],
             format_bytes(row["bytes"]),
             *(f"{row[f'{what}_gbps']:.2f}" for what in ("memcpy", "store", "retrieve")),
@@ -139,7 +149,7 @@ def show_object_bench(report: dict[str, Any]) -> None:
     table = _table("lookup, chunks>", "p50 us>", "p99 us>", "round trip us>", "hashing us>")
     for row in report["lookup"]:
         keys = ("p50_us", "p99_us", "socket_rtt_us", "hash_us")
-        table.add_row(str(row["chunks"]), *(f"{row[key]:.0f}" for key in keys))
+        _row(table, str(row["chunks"]), *(f"{row[key]:.0f}" for key in keys))
     _print(table)
 
 
@@ -151,12 +161,12 @@ def show_engine_bench(report: dict[str, Any]) -> None:
     rows += [(f"L2 hit, {name}", seconds) for name, seconds in ttft["l2_hit"].items()]
     table = _table("KV from", "TTFT ms>", "cold / this>")
     for name, seconds in rows:
-        table.add_row(name, f"{1e3 * seconds:.1f}", f"{ttft['cold'] / seconds:.1f}")
+        _row(table, name, f"{1e3 * seconds:.1f}", f"{ttft['cold'] / seconds:.1f}")
     _print(table)
     miss = report["all_miss"]
     low, high = miss["ttft_ratio_ci95"]
     _print(
-        Text(
+        _text(
             f"prompt {report['prompt_tokens']} tokens; a miss costs {miss['cpu_ratio']:.3f} x CPU, "
             f"{miss['ttft_ratio']:.3f} x TTFT [{low:.3f}, {high:.3f}], {miss['pairs']} pairs; "
             f"same tokens: {'yes' if report['same_tokens'] else 'NO'}"
@@ -168,7 +178,7 @@ def show_simulation(report: dict[str, Any]) -> None:
     """How many events held every invariant, and where one did not."""
     pairs = len(report["coverage"])
     _print(
-        Text(
+        _text(
             f"{report['seeds']} seeds, {report['events']} events, {pairs} pairs of state and "
             f"event, {len(report['failures'])} failures, digest {report['digest']}"
         )
@@ -176,16 +186,17 @@ def show_simulation(report: dict[str, Any]) -> None:
     if report["failures"]:
         table = _table("seed>", "step>", "what")
         for row in report["failures"]:
-            table.add_row(str(row["seed"]), str(row["step"]), str(row["what"]))
+            _row(table, str(row["seed"]), str(row["step"]), str(row["what"]))
         _print(table)
 
 
 def _sessions(sessions: Sequence[dict[str, Any]]) -> Table | Text:
     if not sessions:
-        return Text("no sessions")
+        return _text("no sessions")
     table = _table("session", "model", "client", "ranks", "state", "chunk>", "reserved>", "pids")
     for row in sessions:
-        table.add_row(
+        _row(
+            table,
             row["session"],
             row["model"],
             row["client"],
@@ -198,12 +209,24 @@ def _sessions(sessions: Sequence[dict[str, Any]]) -> Table | Text:
     return table
 
 
-def _chunks(chunks: Sequence[dict[str, Any]]) -> Table:
+def _is_unneeded(answer: dict[str, Any]) -> bool:
+    """What L1 has was not loaded, since the engine's own cache had it."""
+    hit = answer["hit_tokens"]
+    told = any("not needed" in item["event"] for item in answer["timeline"])
+    return told and not hit["l1"] and hit["device"] > 0
+
+
+def _chunks(chunks: Sequence[dict[str, Any]], *, unneeded: bool) -> Table:
     table = _table("chunks", "outcome", "tier", "reason", "")
     for first, last, row in ranges(chunks):
         span = str(first) if first == last else f"{first}-{last}"
-        cells = (row[key] or "" for key in ("outcome", "tier", "reason", "detail"))
-        table.add_row(span, *cells)
+        outcome, tier, reason, detail = (
+            row[key] or "" for key in ("outcome", "tier", "reason", "detail")
+        )
+        if unneeded and outcome == "hit":
+            outcome, detail = "in L1", "not loaded: the engine's own cache had it"
+            tier = "device"
+        _row(table, span, outcome, tier, reason, detail)
     return table
 
 
@@ -227,6 +250,16 @@ def _table(*heads: str) -> Table:
     return table
 
 
+def _row(table: Table, *cells: str | Text, style: str | None = None) -> None:
+    texts = (_text(cell) if isinstance(cell, str) else cell for cell in cells)
+    table.add_row(*texts, style=style)
+
+
+def _text(text: str, style: str = "") -> Text:
+    """What clients send is neither markup nor control codes of the terminal."""
+    return Text(printable(text), style=style)
+
+
 def _print(what: Table | Text) -> None:
     # In a pipe there is no width: lines that wrap at 80 would break what people grep for.
     width = None if sys.stdout.isatty() else PIPE_COLUMNS
@@ -235,6 +268,12 @@ def _print(what: Table | Text) -> None:
 
 def _numbers(values: Sequence[int]) -> str:
     return " ".join(map(str, values))
+
+
+def _moment(at: str | float) -> str:
+    if isinstance(at, str):
+        return at
+    return datetime.fromtimestamp(at).astimezone().isoformat(" ", "seconds")
 
 
 def _duration(seconds: float) -> str:

@@ -13,12 +13,12 @@ from kvkeep.doctor.engine import (
     check_engine_flag,
     check_plugin,
     check_vllm,
-    engine_flag,
     find_installed,
 )
 from kvkeep.doctor.kernel import check_features, check_kernel
 from kvkeep.doctor.memory import check_memory, check_open_files
 from kvkeep.doctor.sockets import check_directory, check_http, check_socket, is_somebody_serving
+from kvkeep.engine_flag import engine_flag
 from kvkeep.limits import MemoryBudget
 
 __all__ = ["Check", "Installed", "Status", "engine_flag", "run_checks", "worst"]
@@ -40,5 +40,5 @@ def run_checks(
     path = config.socket.path
     checks.append(check_http(config.http, is_serving=lambda: is_somebody_serving(path)))
     checks += [check_vllm(packages), check_plugin(packages)]
-    checks.append(check_engine_flag(kv_transfer_config, path))
+    checks.append(check_engine_flag(kv_transfer_config, path, os.environ))
     return checks

@@ -5,21 +5,17 @@ vLLM is looked up in the package metadata and never imported: its import takes s
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
+from kvkeep.config import ENV_PREFIX, load_config
 from kvkeep.doctor.check import Check, Status
+from kvkeep.engine_flag import EXTRA, engine_flag, flag_problems
+from kvkeep.errors import ConfigError
 
-CONNECTOR = "KVKeepConnector"
 ENTRY_POINT_GROUP, ENTRY_POINT_NAME = "vllm.general_plugins", "kvkeep"
-KV_ROLES = ("kv_both", "kv_producer", "kv_consumer")
 KNOWN_GOOD_VLLM = "0.32."
-ENGINE_FLAG = {
-    "kv_connector": CONNECTOR,
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,57 +69,45 @@ def check_plugin(installed: Installed) -> Check:
     return Check(name, Status.OK, f"entry point {ENTRY_POINT_NAME} is registered")
 
 
-def engine_flag(settings: Mapping[str, object] | None = None) -> str:
-    """What to type after `vllm serve MODEL`; `settings` are kept and corrected."""
-    fixed = {**(settings or {})}
-    if fixed.get("kv_role") in KV_ROLES:
-        fixed |= {**ENGINE_FLAG, "kv_role": fixed["kv_role"]}
-    else:
-        fixed |= ENGINE_FLAG
-    return "--kv-transfer-config " + shlex.quote(json.dumps(fixed, separators=(",", ":")))
-
-
-def check_engine_flag(text: str | None, socket_path: str) -> Check:
+def check_engine_flag(text: str | None, socket_path: str, env: Mapping[str, str]) -> Check:
     """Check the JSON after `--kv-transfer-config`, or say what to type if there is none."""
-    name = "engine flag"
+    name, socket = "engine flag", _socket_to_name(socket_path, env)
     if text is None:
-        return Check(name, Status.OK, f"start vLLM with {engine_flag()}")
+        return Check(name, Status.OK, f"start vLLM with {engine_flag(socket=socket)}")
+    fix = f"type {engine_flag(socket=socket)}"
     try:
         settings = json.loads(text)
     except ValueError as error:
-        return Check(name, Status.FAIL, f"it is not JSON: {error}", f"type {engine_flag()}")
+        return Check(name, Status.FAIL, f"it is not JSON: {error}", fix)
     if not isinstance(settings, dict):
-        return Check(name, Status.FAIL, "it is not a JSON object", f"type {engine_flag()}")
-    problems = list(_flag_problems(settings))
+        return Check(name, Status.FAIL, "it is not a JSON object", fix)
+    fix = f"type {engine_flag(settings, socket=socket)}"
+    problems = flag_problems(settings)
     if problems:
-        return Check(name, Status.FAIL, "; ".join(problems), f"type {engine_flag(settings)}")
-    extra = settings.get("kv_connector_extra_config") or {}
-    theirs = extra.get("socket") if isinstance(extra, dict) else None
-    if theirs is not None and theirs != socket_path:
+        return Check(name, Status.FAIL, "; ".join(problems), fix)
+    named = settings.get(EXTRA, {}).get("socket")
+    theirs = named or _found_by_engines(env)
+    if theirs != socket_path:
         detail = f"the engine would look for the server at {theirs}, it is at {socket_path}"
-        return Check(name, Status.WARN, detail, "give both the same path")
+        return Check(name, Status.WARN, detail, "give both the same path" if named else fix)
     return Check(name, Status.OK, _role_remark(settings["kv_role"]))
 
 
-def _flag_problems(settings: Mapping[str, object]) -> Iterator[str]:
-    connector = settings.get("kv_connector")
-    if connector != CONNECTOR:
-        yield f"kv_connector is {json.dumps(connector)}, not {CONNECTOR}"
-    if "kv_role" not in settings:
-        yield "kv_role is missing, and vLLM does not start without it"
-    elif settings["kv_role"] not in KV_ROLES:
-        yield f"kv_role is {json.dumps(settings['kv_role'])}, not one of {', '.join(KV_ROLES)}"
-    policy = settings.get("kv_load_failure_policy")
-    if policy is None:
-        yield (
-            "kv_load_failure_policy is missing, and vLLM's default, fail, turns a cache fault "
-            "into a failed request"
-        )
-    elif policy != "recompute":
-        yield (
-            f"kv_load_failure_policy is {json.dumps(policy)}, which turns a cache fault into a "
-            "failed request"
-        )
+def _socket_to_name(socket_path: str, env: Mapping[str, str]) -> str:
+    """The path if an engine has to be told it, else nothing.
+
+    Our variables do not count: an engine is often started from another shell or unit.
+    """
+    others = {key: value for key, value in env.items() if not key.startswith(ENV_PREFIX)}
+    return "" if _found_by_engines(others) == socket_path else socket_path
+
+
+def _found_by_engines(env: Mapping[str, str]) -> str:
+    """Where an engine with this environment looks when its flag names no socket."""
+    try:
+        return load_config(env=env).config.socket.path
+    except ConfigError:  # a file or variable that is wrong: that engine does not start
+        return "no place, since its configuration is refused"
 
 
 def _role_remark(role: object) -> str:

@@ -5,20 +5,20 @@ connects, so another user there is a failure unless `socket.group` says that it 
 """
 
 import errno
+import fcntl
 import grp
 import os
 import pwd
 import shlex
 import socket
 import stat
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
 from kvkeep.config import HttpConfig, SocketConfig, socket_path_problem
 from kvkeep.doctor.check import Check, Status
+from kvkeep.doctor.served import Reply, find_served
 
-CONNECT_TIMEOUT_S = 1.0
 _LOCAL_HOST = "set http.host to 127.0.0.1"
 
 
@@ -103,7 +103,7 @@ def check_socket(config: SocketConfig) -> Check:
     try:
         info = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
-        return Check(name, Status.OK, f"{path} is free; no server is running there")
+        return _check_lock(name, path)
     except OSError as error:
         fix = "run as the server's user, or have socket.group name a group of yours"
         return Check(name, Status.FAIL, f"{path} cannot be reached ({error.strerror})", fix)
@@ -118,47 +118,59 @@ def check_socket(config: SocketConfig) -> Check:
 
 
 def _check_listener(name: str, path: str, group: str) -> Check:
-    try:
-        pid, uid = _listener(path)
-    except ConnectionRefusedError:
-        detail = f"{path} is left over; nobody serves it and `kvkeep serve` replaces it"
-        return Check(name, Status.OK, detail)
-    except (BlockingIOError, TimeoutError):
-        fix = "look at that server: it is stopped or overloaded"
-        return Check(name, Status.WARN, f"{path} is served, but does not accept", fix)
-    except OSError as error:
-        fix = "run as the server's user, or have socket.group name a group of yours"
-        return Check(name, Status.FAIL, f"cannot connect to {path} ({error.strerror})", fix)
+    served = find_served(path)
+    by = f"{path} is served by process {served.pid}"
     # The file's owner is not always the one who listens: root can bind for others.
-    if uid not in (os.geteuid(), 0) and not _shared_with_me(group):
-        fix = f"run as {_user(uid)}, or choose another socket.path"
-        return Check(name, Status.FAIL, f"{path} is served by another user, {_user(uid)}", fix)
-    detail = f"{path} is served by process {pid} of {_user(uid)}; a second server cannot start"
+    if served.pid and served.uid not in (os.geteuid(), 0) and not _shared_with_me(group):
+        fix = f"run as {_user(served.uid)}, or choose another socket.path"
+        detail = f"{path} is served by another user, {_user(served.uid)}"
+        return Check(name, Status.FAIL, detail, fix)
+    match served.answer:
+        case Reply.NOBODY:
+            detail = f"{path} is left over; nobody serves it and `kvkeep serve` replaces it"
+            return Check(name, Status.OK, detail)
+        case Reply.FULL:
+            fix = "look at that server: it is stopped or overloaded"
+            return Check(name, Status.WARN, f"{path} is served, but does not accept", fix)
+        case Reply.UNREACHABLE:
+            fix = "run as the server's user, or have socket.group name a group of yours"
+            return Check(name, Status.FAIL, f"cannot connect to {path} ({served.why})", fix)
+        case Reply.SILENT:
+            fix = f"look at process {served.pid}: it is stopped, overloaded or no kvkeep server"
+            return Check(name, Status.WARN, f"{by} but does not answer: {served.why}", fix)
+    detail = f"{by} of {_user(served.uid)}; a second server cannot start"
     return Check(name, Status.OK, detail)
+
+
+def _check_lock(name: str, path: str) -> Check:
+    """Without a socket file a server may still run: somebody removed the file under it."""
+    holder = _lock_holder(f"{path}.lock")
+    if holder is None or os.path.lexists(path):  # there by now: a server has just started
+        return Check(name, Status.OK, f"{path} is free; no server is running there")
+    detail = f"process {holder} holds {path} but its socket file is gone: restart it"
+    return Check(name, Status.FAIL, detail, f"kill {holder}, then `kvkeep serve` again")
+
+
+def _lock_holder(lock_path: str) -> str | None:
+    """The process that `kvkeep serve` named in its lock, while the lock is held."""
+    try:
+        lock = os.open(lock_path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return os.read(lock, 32).decode(errors="replace").strip() or "unknown"
+    finally:
+        os.close(lock)
+    return None
 
 
 def is_somebody_serving(path: str) -> bool:
     """True if a process accepts connections at `path`."""
     if socket_path_problem(path) is not None:
         return False
-    try:
-        _listener(path)
-    except (BlockingIOError, TimeoutError):
-        return True
-    except OSError:
-        return False
-    return True
-
-
-def _listener(path: str) -> tuple[int, int]:
-    """(pid, uid) of the process that listens at `path`."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-        client.settimeout(CONNECT_TIMEOUT_S)
-        client.connect(path)
-        size = struct.calcsize("3i")
-        raw = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-        pid, uid, _ = struct.unpack("3i", raw)
-        return pid, uid
+    return find_served(path).answer not in (Reply.NOBODY, Reply.UNREACHABLE)
 
 
 def _may_write(folder: Path) -> bool:

@@ -1,7 +1,7 @@
 """Makes the control socket: directory, lock, stale file, modes; and says clearly when it cannot.
 
 A lock file next to the socket is held for the server's life, so two servers never share a path and
-a stale socket file can be removed safely.
+a stale socket file can be removed safely. The socket file is only removed while it is our own.
 """
 
 import errno
@@ -9,6 +9,7 @@ import fcntl
 import grp
 import os
 import socket
+import stat
 from pathlib import Path
 
 from kvkeep.config import SOCKET_PATH_MAX_BYTES
@@ -21,28 +22,49 @@ class Endpoint:
     def __init__(self, path: str, group: str = "") -> None:
         self.path = Path(path)
         _check_length(path)
-        self._make_directory(group)
+        gid = _gid(group) if group else None
+        self._make_directory(gid)
+        if _is_no_socket(self.path):
+            raise SocketError(
+                f"cannot serve {path}: it exists and is not a socket; choose another [socket] path"
+            )
+        self._made: tuple[int, int] | None = None
         self._lock = self._take_lock()
         try:
-            self.socket = self._bind(group)
+            self.socket = self._bind(gid)
         except BaseException:
-            os.close(self._lock)
+            self._release_lock()
             raise
 
     def close(self) -> None:
         """Stop listening and remove the socket file; the lock goes last."""
+        if self.in_place():
+            self.path.unlink(missing_ok=True)
         self.socket.close()
-        self.path.unlink(missing_ok=True)
+        self._release_lock()
+
+    def in_place(self) -> bool:
+        """True while the file at the path is the socket that this server made."""
+        return self._made is not None and _identity(self.path) == self._made
+
+    def _release_lock(self) -> None:
+        # Only while it is held: then nobody else can have taken this file for its lock.
+        if _identity(self._lock_path) == _identity(self._lock):
+            self._lock_path.unlink(missing_ok=True)
         os.close(self._lock)
 
-    def _make_directory(self, group: str) -> None:
+    @property
+    def _lock_path(self) -> Path:
+        return Path(f"{self.path}.lock")
+
+    def _make_directory(self, gid: int | None) -> None:
         folder = self.path.parent
         try:
             if not folder.exists():
                 folder.mkdir(parents=True, mode=0o700)
-                os.chmod(folder, 0o750 if group else 0o700)
-                if group:
-                    os.chown(folder, -1, _gid(group))
+                os.chmod(folder, 0o700 if gid is None else 0o750)
+                if gid is not None:
+                    os.chown(folder, -1, gid)
         except NotADirectoryError as error:
             raise SocketError(_not_a_directory(folder)) from error
         except OSError as error:
@@ -54,7 +76,18 @@ class Endpoint:
             raise SocketError(_not_a_directory(folder))
 
     def _take_lock(self) -> int:
-        name = f"{self.path}.lock"
+        """Holds the lock file that the path names; one that its owner just removed is no lock."""
+        while True:
+            lock = self._open_lock()
+            if _identity(lock) == _identity(self._lock_path):
+                break
+            os.close(lock)
+        os.ftruncate(lock, 0)
+        os.write(lock, f"{os.getpid()}\n".encode())
+        return lock
+
+    def _open_lock(self) -> int:
+        name = str(self._lock_path)
         try:
             lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -71,33 +104,31 @@ class Endpoint:
                 f"{self.path} is already served by process {owner}: stop it, or choose another "
                 "[socket] path"
             ) from error
-        os.ftruncate(lock, 0)
-        os.write(lock, f"{os.getpid()}\n".encode())
         return lock
 
-    def _bind(self, group: str) -> socket.socket:
+    def _bind(self, gid: int | None) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         old_mask = os.umask(0o177)
         try:
             if self.path.is_socket():
                 self.path.unlink()  # we hold the lock: nobody serves it
             sock.bind(str(self.path))
-            if group:
-                os.chown(self.path, -1, _gid(group))
+            self._made = _identity(self.path)
+            if gid is not None:
+                os.chown(self.path, -1, gid)
                 os.chmod(self.path, 0o660)
             sock.listen(128)
             sock.setblocking(False)
         except OSError as error:
             sock.close()
+            if self.in_place():
+                self.path.unlink(missing_ok=True)
             what = (
                 "exists and is not a socket" if error.errno == errno.EADDRINUSE else error.strerror
             )
             raise SocketError(
                 f"cannot serve {self.path}: {what}; choose another [socket] path"
             ) from error
-        except SocketError:
-            sock.close()
-            raise
         finally:
             os.umask(old_mask)
         return sock
@@ -110,6 +141,22 @@ def _check_length(path: str) -> None:
             f"the socket path {path} has {size} bytes, a unix socket takes at most "
             f"{SOCKET_PATH_MAX_BYTES}: choose a shorter [socket] path"
         )
+
+
+def _identity(file: Path | int) -> tuple[int, int] | None:
+    """What tells this file from every other one that exists; None when there is none."""
+    try:
+        found = os.stat(file) if isinstance(file, int) else os.lstat(file)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _is_no_socket(path: Path) -> bool:
+    try:
+        return not stat.S_ISSOCK(os.stat(path).st_mode)
+    except OSError:
+        return os.path.lexists(path)  # a link to nowhere
 
 
 def _not_a_directory(folder: Path) -> str:

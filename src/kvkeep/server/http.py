@@ -15,6 +15,8 @@ from kvkeep.errors import SocketError
 from kvkeep.metrics import exposition
 from kvkeep.server.service import Service
 
+_BACKLOG = 128
+
 
 def bind(config: HttpConfig) -> socket.socket:
     """The listening TCP socket; raises SocketError with the fix when the port is taken."""
@@ -23,6 +25,7 @@ def bind(config: HttpConfig) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((config.host, config.port))
+        sock.listen(_BACKLOG)  # two bound sockets may share a port; only one of them may listen
     except OSError as error:
         sock.close()
         raise SocketError(

@@ -1,9 +1,14 @@
-"""Structured logs: one line per change of state, as text or JSON, to stderr."""
+"""Structured logs: one line per change of state, as text or JSON, to stderr.
+
+Names come from clients: a line of text shows their control characters as \\xNN, JSON escapes them.
+"""
 
 import json
 import logging
 import sys
 from datetime import UTC, datetime
+
+from kvkeep.types import printable
 
 LOGGER = "kvkeep.server"
 
@@ -19,12 +24,29 @@ class _Formatter(logging.Formatter):
         head = {"at": at, "level": record.levelname.lower(), "event": record.getMessage()}
         if self._as_json:
             return json.dumps({**head, **fields}, default=str)
-        tail = " ".join(f"{key}={value}" for key, value in fields.items())
+        tail = " ".join(f"{key}={printable(str(value))}" for key, value in fields.items())
         return f"{at} {head['level']:<7} {head['event']} {tail}".rstrip()
 
 
+class _Forward(logging.Handler):
+    """Another library's lines, as events of ours."""
+
+    def __init__(self, log: "EventLog", event: str) -> None:
+        super().__init__(logging.WARNING)
+        self._log = log
+        self._event = event
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        what = record.getMessage().strip()
+        self._log.warn(self._event, what=what, error=repr(error) if error else None)
+
+
 class EventLog:
-    """`log("joined", session=..., pid=...)`; fields that are None are left out."""
+    """`log("joined", session=..., pid=...)`; fields that are None are left out.
+
+    The field `level` is the line's level; without it, info.
+    """
 
     def __init__(self, level: str, *, as_json: bool) -> None:
         self._logger = logging.getLogger(LOGGER)
@@ -37,12 +59,20 @@ class EventLog:
         self._logger.addHandler(handler)
 
     def __call__(self, event: str, **fields: object) -> None:
-        """One line at level info."""
-        self._write(logging.INFO, event, fields)
+        """One line."""
+        level = str(fields.pop("level", "info"))
+        self._write(logging.getLevelNamesMapping()[level.upper()], event, fields)
 
     def warn(self, event: str, **fields: object) -> None:
         """One line at level warning."""
         self._write(logging.WARNING, event, fields)
+
+    def adopt(self, logger_name: str, event: str) -> None:
+        """Warnings and errors of that logger become lines `event`; the rest is silent."""
+        logger = logging.getLogger(logger_name)
+        logger.handlers = [_Forward(self, event)]
+        logger.setLevel(logging.WARNING)
+        logger.propagate = False
 
     def _write(self, level: int, event: str, fields: dict[str, object]) -> None:
         kept = {key: value for key, value in fields.items() if value is not None}

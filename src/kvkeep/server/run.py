@@ -24,9 +24,10 @@ from kvkeep.server.logs import EventLog
 from kvkeep.server.rpc import ControlServer
 from kvkeep.server.service import Service
 from kvkeep.shm import GenerationTable, SharedArena
-from kvkeep.types import Epoch
+from kvkeep.types import Epoch, printable
 
 TICK_S = 0.25
+LOOK_S = 2.0  # between looks whether the socket file is still there
 _SMALLEST_OBJECT_BYTES = 4096
 
 
@@ -77,6 +78,7 @@ class Server:
             capacity_bytes=self._arena.size_bytes,
             clock=time.monotonic,
             log=log,
+            wall_clock=time.time,
         )
 
     async def run(self, http_socket: socket.socket | None) -> None:
@@ -94,9 +96,12 @@ class Server:
             log=self._log,
         )
         control.start()
+        self._log.adopt("uvicorn.error", "http")
         web = http.HttpServer(self.service)
         tasks = [loop.create_task(self._populate()), loop.create_task(self._tick())]
         web_task = loop.create_task(web.serve([http_socket])) if http_socket is not None else None
+        if web_task is not None:
+            web_task.add_done_callback(self.http_ended)
         self._log("serving", **self._description(http_socket))
         gc.collect()
         gc.freeze()
@@ -107,8 +112,9 @@ class Server:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if web_task is not None:
+            web_task.remove_done_callback(self.http_ended)
             web.should_exit = True
-            await web_task
+            await asyncio.gather(web_task, return_exceptions=True)
         self._log("stopped")
 
     async def _populate(self) -> None:
@@ -125,9 +131,32 @@ class Server:
             self._log.warn("populate_failed", why=str(error))
 
     async def _tick(self) -> None:
+        look_s = 0.0
         while True:
             await asyncio.sleep(TICK_S)
             self.service.tick()
+            look_s += TICK_S
+            if look_s >= LOOK_S:
+                look_s = 0.0
+                self.look_at_socket()
+
+    def look_at_socket(self) -> None:
+        """Notice that clients cannot find this server any more. Said once."""
+        if "socket" in self.service.problems or self._endpoint.in_place():
+            return
+        path = printable(str(self._endpoint.path))
+        self.service.problems["socket"] = (
+            f"the socket file {path} is gone: restart the server "
+            "(do not keep sockets where /tmp is cleaned)"
+        )
+        self._log.warn("socket_gone", socket=path)
+
+    def http_ended(self, task: asyncio.Task[None]) -> None:
+        """HTTP stopped although the server goes on."""
+        error = None if task.cancelled() else task.exception()
+        why = repr(error) if error else "it ended"
+        self.service.problems["http"] = f"HTTP has stopped ({why}): restart the server"
+        self._log.warn("http_ended", why=why)
 
     def _description(self, http_socket: socket.socket | None) -> dict[str, object]:
         address = http_socket.getsockname() if http_socket is not None else None

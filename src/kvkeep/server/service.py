@@ -6,6 +6,7 @@ runs this very code. Decides nothing about KV; keeps the names that people see.
 
 from collections import Counter
 from collections.abc import Callable
+from math import ceil
 from typing import Any, Protocol
 
 import msgspec
@@ -14,10 +15,13 @@ from kvkeep import __version__
 from kvkeep.core import events as ev
 from kvkeep.core.audit import check
 from kvkeep.core.directory import Directory
-from kvkeep.core.leases import ReadLease, WriteLease
-from kvkeep.server.timeline import Timeline
+from kvkeep.core.leases import ReadLease, Session, WriteLease
+from kvkeep.limits import format_bytes
+from kvkeep.server.timeline import Record, Timeline
 from kvkeep.types import (
+    HASH_BYTES,
     ChunkHash,
+    CommitOutcome,
     EndOutcome,
     Epoch,
     Fingerprint,
@@ -25,12 +29,17 @@ from kvkeep.types import (
     PeerId,
     Role,
     SlotState,
+    StageOutcome,
+    printable,
 )
 from kvkeep.wire import messages as m
 
 CHECK_IDLE_S = 5.0  # without a message for so long, the invariants are verified
 CHECK_MOST_CHUNKS = 5_000  # more would keep the loop busy for too long
 LEASE_WARN_S = 300.0  # a lease older than this is marked in `kvkeep leases`; nothing is freed
+
+_STORED_ALREADY = {StageOutcome.RESIDENT, StageOutcome.IN_PROGRESS}
+_TOO_LARGE = "chunk_too_large "  # problems of a session are filed under this and its id
 
 
 class Link(Protocol):
@@ -44,7 +53,7 @@ class Log(Protocol):
     """One line per change of state."""
 
     def __call__(self, event: str, **fields: object) -> None:
-        """Write the event with its fields."""
+        """Write the event with its fields; the field `level` is the line's level."""
 
 
 class Client:
@@ -72,7 +81,9 @@ class Service:
         capacity_bytes: int,
         clock: Callable[[], float],
         log: Log,
+        wall_clock: Callable[[], float] | None = None,
     ) -> None:
+        """`wall_clock`: seconds since 1970, for people; without it `clock` stands in."""
         self.directory = directory
         self.epoch = epoch
         self.capacity_bytes = capacity_bytes
@@ -81,6 +92,7 @@ class Service:
         self.problems: dict[str, str] = {}
         self.counters: Counter[str] = Counter()
         self._clock = clock
+        self._wall_clock = wall_clock or clock
         self._log = log
         self._started_s = self._last_message_s = self._last_check_s = clock()
 
@@ -157,6 +169,7 @@ class Service:
     def tick(self) -> None:
         """Time passed. A server with nothing to do verifies the core's invariants."""
         self._apply(ev.Tick())
+        self._forget_problems()
         now = self._clock()
         idle = now - max(self._last_message_s, self._last_check_s) > CHECK_IDLE_S
         if idle and len(self.directory.residents.index) <= CHECK_MOST_CHUNKS:
@@ -176,6 +189,10 @@ class Service:
             return
         self._last_message_s = self._clock()
         match message:
+            case m.Lookup() | m.Stage() if not _whole_hashes(message):
+                what = type(message).__name__
+                why = f"{what}: the hashes must have a multiple of {HASH_BYTES} bytes"
+                client.link.send(m.Failed(message.seq, why))
             case m.Lookup():
                 client.link.send(self._lookup(client, message))
             case m.End():
@@ -183,18 +200,14 @@ class Service:
             case m.Stage():
                 client.link.send(self._stage(client, message))
             case m.Commit():
-                leases = tuple(map(LeaseId, message.leases))
-                done = self._apply(ev.Commit(client.session, leases))
-                assert isinstance(done, ev.Committed)
-                client.link.send(m.Committed(message.seq, bytes(done.outcomes)))
+                client.link.send(self._commit(client, message))
             case m.Abort():
                 leases = tuple(map(LeaseId, message.leases))
                 self._apply(ev.Abort(client.session, leases, message.confirmed))
             case m.Drop():
                 self._apply(ev.Drop(client.session, message.hashes))
             case m.Note():
-                now = self._clock()
-                self.timeline.record(message.request, now).add(now, message.event)
+                self._record(client, message.request).add(self._clock(), message.event)
             case m.Ping():
                 client.max_wait_ms = max(client.max_wait_ms, message.max_wait_ms)
                 client.link.send(m.Pong(message.seq))
@@ -213,7 +226,8 @@ class Service:
         hit = self._apply(event)
         assert isinstance(hit, ev.Hit)
         reasons = bytes(hit.reasons)
-        record = self.timeline.record(message.request, now)
+        record = self._record(client, message.request)
+        record.ended = False
         record.prompt_tokens = message.prompt_tokens
         record.hit_chunks, record.reasons = hit.chunks, reasons
         record.add(now, f"lookup: {hit.chunks} of {hit.chunks + len(reasons)} chunks in L1")
@@ -230,10 +244,13 @@ class Service:
         if not message.request:
             return
         now = self._clock()
-        record = self.timeline.record(message.request, now)
+        record = self._record(client, message.request)
+        record.ended = True
         record.device_tokens, record.loaded_tokens = message.device_tokens, message.loaded_tokens
         record.saved_ms = message.saved_ms
         text = f"released: {outcome.name.lower()}"
+        if outcome is EndOutcome.UNUSED and record.hit_chunks and message.device_tokens:
+            text = "in L1, not needed: the engine's own cache had it"
         if message.loaded_tokens:
             text = f"loaded {message.loaded_tokens} tokens in {message.load_ms:.1f} ms"
         record.add(now, text)
@@ -246,6 +263,7 @@ class Service:
         )
         done = self._apply(ev.Stage(client.session, items))
         assert isinstance(done, ev.Staged)
+        self._record_staged(client, items, done.outcomes)
         return m.Granted(
             message.seq,
             bytes(done.outcomes),
@@ -253,6 +271,77 @@ class Service:
             done.columns,
             done.largest_free_bytes,
         )
+
+    def _commit(self, client: Client, message: m.Commit) -> m.Committed:
+        leases = tuple(map(LeaseId, message.leases))
+        session = self.directory.sessions.get(client.session)
+        open_now = session.writes_open if session is not None else {}
+        requests = [open_now[i].request if i in open_now else "" for i in leases]
+        done = self._apply(ev.Commit(client.session, leases))
+        assert isinstance(done, ev.Committed)
+        pairs = zip(requests, done.outcomes, strict=True)
+        stored = Counter(r for r, outcome in pairs if r and outcome is CommitOutcome.COMMITTED)
+        now = self._clock()
+        for request, chunks in stored.items():
+            noun = "chunk" if chunks == 1 else "chunks"
+            self._record(client, request).add(now, f"stored {chunks} {noun}")
+        return m.Committed(message.seq, bytes(done.outcomes))
+
+    # ---- what people see of a request
+
+    def _record(self, client: Client, request: str) -> Record:
+        """Where to write about it. An operator's own requests leave no trace."""
+        now, at = self._clock(), self._wall_clock()
+        if Role(client.hello.role) is Role.OPERATOR:
+            return Record(client.session, request, now, at)
+        return self.timeline.record(client.session, request, now, at)
+
+    def _record_staged(
+        self, client: Client, items: tuple[ev.StageItem, ...], outcomes: tuple[StageOutcome, ...]
+    ) -> None:
+        counts: dict[str, Counter[StageOutcome]] = {}
+        start = 0
+        for item in items:
+            end = start + len(item.hashes) // HASH_BYTES
+            counts.setdefault(item.request, Counter()).update(outcomes[start:end])
+            start = end
+        now = self._clock()
+        for request, count in counts.items():
+            if request and not count.keys() <= _STORED_ALREADY:
+                parts = (f"{n} {outcome.name.lower()}" for outcome, n in sorted(count.items()))
+                self._record(client, request).add(now, "stage: " + ", ".join(parts))
+
+    def _warn_of_large_chunks(self, session: Session) -> None:
+        """A chunk that the bounds on staging never allow: nothing of the session is ever stored."""
+        limits = self.directory.limits
+        share = limits.staging_fraction * limits.session_staging_fraction
+        most_bytes = int(share * self.capacity_bytes)
+        self.problems.pop(_TOO_LARGE + session.id, None)
+        if session.chunk_bytes <= most_bytes:
+            return
+        need_bytes = ceil(session.chunk_bytes / share / (1 << 20)) << 20
+        fix = f"set l1.size to {need_bytes >> 20}MiB or more"
+        if session.chunk_bytes <= limits.staging_fraction * self.capacity_bytes:
+            fix += ", or raise l1.session_staging_fraction"
+        self.problems[_TOO_LARGE + session.id] = (
+            f"one chunk of session {printable(session.id)} takes "
+            f"{format_bytes(session.chunk_bytes)} and a session may stage "
+            f"{format_bytes(most_bytes)}: {fix}"
+        )
+        self._log(
+            "chunk_too_large",
+            level="warning",
+            session=session.id,
+            chunk_bytes=session.chunk_bytes,
+            most_bytes=most_bytes,
+            l1_needs_bytes=need_bytes,
+        )
+
+    def _forget_problems(self) -> None:
+        """A session that is over has no problem."""
+        for name in [name for name in self.problems if name.startswith(_TOO_LARGE)]:
+            if name.removeprefix(_TOO_LARGE) not in self.directory.sessions:
+                del self.problems[name]
 
     # ---- operators
 
@@ -264,6 +353,9 @@ class Service:
                 body: object = self.status()
             case "leases":
                 body = self.leases()
+            case "clear" if message.argument not in ("", "force"):
+                why = f"clear takes no argument or 'force', not {message.argument[:64]!r}"
+                return m.Failed(message.seq, why)
             case "clear":
                 reply = self._apply(ev.Clear(force=message.argument == "force"))
                 assert isinstance(reply, ev.Done)
@@ -373,6 +465,7 @@ class Service:
                 case ev.SessionReady():
                     push = m.Ready(effect.fingerprint, effect.world, effect.rows)
                     self._log("session_ready", session=effect.session, world=effect.world)
+                    self._warn_of_large_chunks(self.directory.sessions[effect.session])
                 case ev.SessionUnready():
                     push = m.Unready(effect.why)
                     self._log("session_unready", session=effect.session, why=effect.why)
@@ -382,3 +475,8 @@ class Service:
                 schedules = client.hello.role in (Role.SCHEDULER, Role.BOTH)
                 if client.session == effect.session and schedules:
                     client.link.send(push)
+
+
+def _whole_hashes(message: m.Lookup | m.Stage) -> bool:
+    parts = [message.hashes] if isinstance(message, m.Lookup) else [i.hashes for i in message.items]
+    return all(len(part) % HASH_BYTES == 0 for part in parts)

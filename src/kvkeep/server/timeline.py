@@ -1,53 +1,59 @@
 """Remembers, for a bounded number of requests, what was asked, what was found and why not more.
 
-Feeds `kvkeep explain`. Decides nothing; forgets the oldest request first.
+Feeds `kvkeep explain`. Decides nothing; forgets the oldest request first. Ids are only unique in
+their session. Names and events come from clients: they are kept without control characters.
 """
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
-from kvkeep.types import Reason, Tier
+from kvkeep.types import Reason, Tier, printable
 
 REQUESTS = 4_096
 _EVENTS_PER_REQUEST = 64
 _NAME_CHARS = 256  # request ids and event texts are cut to this: memory stays bounded
+_NAMED = 3  # ids in a sentence that asks for more of one
 
 
 @dataclass(slots=True)
 class Record:
     """One request: its last lookup, what was loaded, and its events."""
 
+    session: str
     request: str
     since_s: float
+    at_s: float  # the same moment as a wall clock shows it
     prompt_tokens: int = 0
     hit_chunks: int = 0
     reasons: bytes = b""
     device_tokens: int = 0
     loaded_tokens: int = 0
     saved_ms: float | None = None
+    ended: bool = False  # the lookup's hit was used or given back: the token counts are final
     events: list[tuple[float, str]] = field(default_factory=list)
 
     def add(self, now_s: float, text: str) -> None:
         """Append one event; beyond the bound the last one is replaced."""
         if len(self.events) >= _EVENTS_PER_REQUEST:
             self.events.pop()
-        self.events.append((now_s - self.since_s, text[:_NAME_CHARS]))
+        self.events.append((now_s - self.since_s, _name(text)))
 
 
 class Timeline:
-    """Records by request id, newest last."""
+    """Records by session and request id, newest last."""
 
     def __init__(self, most: int = REQUESTS) -> None:
-        self._records: OrderedDict[str, Record] = OrderedDict()
+        self._records: OrderedDict[tuple[str, str], Record] = OrderedDict()
         self._most = most
 
-    def record(self, request: str, now_s: float) -> Record:
+    def record(self, session: str, request: str, now_s: float, at_s: float) -> Record:
         """The request's record, made when it is new."""
-        request = request[:_NAME_CHARS]
-        record = self._records.get(request)
+        key = _name(session), _name(request)
+        record = self._records.get(key)
         if record is None:
-            record = self._records[request] = Record(request, now_s)
+            record = self._records[key] = Record(*key, now_s, at_s)
             if len(self._records) > self._most:
                 self._records.popitem(last=False)
         return record
@@ -75,8 +81,11 @@ class Timeline:
             )
         return {
             "request": record.request,
+            "session": record.session,
+            "at": datetime.fromtimestamp(record.at_s, UTC).isoformat(timespec="milliseconds"),
             "prompt_tokens": record.prompt_tokens,
             "hit_tokens": {"device": record.device_tokens, "l1": record.loaded_tokens, "l2": {}},
+            "computed_tokens": _computed_tokens(record),
             "chunks": chunks,
             "timeline": [{"t_ms": round(t * 1e3, 3), "event": e} for t, e in record.events],
             "saved_ms": record.saved_ms,
@@ -87,13 +96,41 @@ class Timeline:
             raise KeyError("no request has been seen since the server started")
         if not request:
             return next(reversed(self._records.values()))
-        if request in self._records:
-            return self._records[request]
-        matches = [r for name, r in self._records.items() if name.startswith(request)]
-        if len(matches) != 1:
-            count = "no request" if not matches else f"{len(matches)} requests"
-            raise KeyError(f"{count} of the last {len(self._records)} begins with {request!r}")
-        return matches[0]
+        start = _name(request)
+        newest: dict[str, Record] = {}  # by id, newest first
+        for record in reversed(self._records.values()):
+            if record.request.startswith(start):
+                newest.setdefault(record.request, record)
+        if start in newest:
+            return newest[start]
+        if len(newest) == 1:
+            return next(iter(newest.values()))
+        raise KeyError(_not_found(request, list(newest), len(self._records)))
+
+
+def _name(text: str) -> str:
+    return printable(text[:_NAME_CHARS])[:_NAME_CHARS]
+
+
+def _not_found(request: str, found: list[str], known: int) -> str:
+    start = repr(request[:_NAME_CHARS])
+    if not found:
+        return (
+            f"no request of the last {known} begins with {start}: it was not looked up (shorter "
+            "than one chunk, or the engine was not ready) or is forgotten"
+        )
+    more = ", ..." if len(found) > _NAMED else ""
+    return (
+        f"{len(found)} requests of the last {known} begin with {start}: type more of it "
+        f"(newest first: {', '.join(found[:_NAMED])}{more})"
+    )
+
+
+def _computed_tokens(record: Record) -> int | None:
+    """What the engine had to compute of the prompt, once that is known."""
+    if not record.ended:
+        return None
+    return max(0, record.prompt_tokens - record.device_tokens - record.loaded_tokens)
 
 
 _DETAIL = {

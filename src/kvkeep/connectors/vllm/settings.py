@@ -2,22 +2,18 @@
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvkeep.config import load_config
+from kvkeep.engine_flag import ENGINE_FLAG, EXTRA, engine_flag, flag_problems
 from kvkeep.errors import ConfigError
 from kvkeep.types import GroupKind
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-KNOWN = ("socket", "chunk_tokens")
 DEFAULT_CHUNK_TOKENS = 256
-WHAT_TO_TYPE = (
-    '--kv-transfer-config \'{"kv_connector":"KVKeepConnector","kv_role":"kv_both",'
-    '"kv_load_failure_policy":"recompute"}\''
-)
 _NEEDED = (
     "on_new_request",
     "get_num_new_matched_tokens",
@@ -52,30 +48,33 @@ class Settings:
 def read(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> Settings:
     """Settings from vLLM's configuration. Raises ConfigError for what a user must change."""
     transfer = vllm_config.kv_transfer_config
-    if transfer.kv_load_failure_policy != "recompute":
-        raise ConfigError(
-            f'kv_load_failure_policy is "{transfer.kv_load_failure_policy}": a lost cache entry '
-            f"would fail the request. Type {WHAT_TO_TYPE}"
-        )
-    extra = transfer.kv_connector_extra_config or {}
-    unknown = sorted(set(extra) - set(KNOWN))
-    if unknown:
-        raise ConfigError(
-            f"kv_connector_extra_config has unknown keys {', '.join(unknown)}; known are "
-            f"{', '.join(KNOWN)}"
-        )
+    extra = _checked_extra(transfer)
     block = int(vllm_config.cache_config.block_size)
-    wanted = extra.get("chunk_tokens", DEFAULT_CHUNK_TOKENS)
-    if not isinstance(wanted, int) or not 1 <= wanted <= 1 << 16:
-        raise ConfigError(f"chunk_tokens = {wanted!r} must be a whole number from 1 to 65536")
+    wanted = int(extra.get("chunk_tokens", DEFAULT_CHUNK_TOKENS))
     return Settings(
-        socket=str(extra.get("socket") or load_config(env=os.environ).config.socket.path),
+        socket=extra.get("socket") or load_config(env=os.environ).config.socket.path,
         chunk_tokens=-(-wanted // block) * block,
         block_tokens=block,
         reads=transfer.kv_role != "kv_producer",
         writes=transfer.kv_role != "kv_consumer",
         off=_unsupported(vllm_config, kv_cache_config),
     )
+
+
+def _checked_extra(transfer: "KVTransferConfig") -> dict[str, Any]:
+    """The user's extra settings. The connector's name is not judged: vLLM built us by it."""
+    typed = {
+        **ENGINE_FLAG,
+        "kv_role": transfer.kv_role,
+        "kv_load_failure_policy": transfer.kv_load_failure_policy,
+        EXTRA: transfer.kv_connector_extra_config,
+    }
+    problems = flag_problems(typed)
+    if transfer.kv_load_failure_policy != "recompute":
+        raise ConfigError(f"{problems[0]}. Type {engine_flag(typed)}")
+    if problems:
+        raise ConfigError(problems[0])
+    return dict(transfer.kv_connector_extra_config)
 
 
 def missing_hooks(base: type) -> list[str]:
