@@ -117,16 +117,6 @@ class RowSpec(msgspec.Struct, frozen=True, array_like=True):
     window_chunks: int = 0
 
 
-class ObjectKey(msgspec.Struct, frozen=True):
-    """The full name of an object; `chunk_hash` already commits to all but rank and group."""
-
-    chunk_hash: ChunkHash
-    model_name: str
-    kv_rank: int
-    object_group_id: int
-    cache_salt: str | None
-
-
 def printable(text: str) -> str:
     r"""The text with control characters as \xNN: safe for a terminal and for a log line."""
     if text.isprintable():

@@ -19,7 +19,6 @@ from kvkeep.core.keys import (
     encode_field,
     extend_chain,
     root_hash,
-    split_hashes,
     token_bytes,
 )
 from kvkeep.types import ChunkHash, Fingerprint
@@ -209,9 +208,3 @@ def test_an_id_that_is_no_u32_is_an_error(token_id: int) -> None:
         token_bytes([1, token_id])
     with pytest.raises(OverflowError):
         extend_chain(ROOT, [token_id] * 16, 16)
-
-
-def test_packed_hashes_come_apart_again() -> None:
-    chain = extend_chain(ROOT, list(range(48)), 16)
-    assert split_hashes(b"".join(chain)) == chain
-    assert split_hashes(b"") == []

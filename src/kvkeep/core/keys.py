@@ -80,8 +80,3 @@ def combine_ranks(fingerprints: Sequence[Fingerprint]) -> Fingerprint:
     """One fingerprint for a session, from its ranks' in rank order."""
     body = b"".join(encode_field(bytes(f)) for f in fingerprints)
     return Fingerprint(blake3(_RANKS + body).digest())
-
-
-def split_hashes(packed: bytes) -> list[bytes]:
-    """Cut packed 32-byte hashes apart; the length must be a multiple of 32."""
-    return [packed[i : i + HASH_BYTES] for i in range(0, len(packed), HASH_BYTES)]

@@ -4,6 +4,7 @@ A later part adds a fault by one class and one entry in `FAULTS`.
 """
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,7 +26,7 @@ class Fault(Protocol):
         """Strike, or not; called every few virtual milliseconds."""
 
 
-class Sometimes:
+class Sometimes(ABC):
     """A fault that strikes at a rate per call."""
 
     def __init__(self, rate: float) -> None:
@@ -36,9 +37,9 @@ class Sometimes:
         if rng.random() < self.rate:
             self.strike(rng, world)
 
+    @abstractmethod
     def strike(self, rng: random.Random, world: "World") -> None:
         """Do the harm."""
-        raise NotImplementedError
 
 
 class LoseConnection(Sometimes):
