@@ -356,10 +356,10 @@ class Client:
 
     def _note_failure(self, state: State, why: str) -> None:
         with self._lock:
-            if (state, why) != (self.state, self.why):
-                self._log(f"kvkeep: {why}")
-            if self.state is not State.CLOSED:
-                self.state, self.why = state, why
+            if self.state is State.CLOSED or (state, why) == (self.state, self.why):
+                return
+            self.state, self.why = state, why
+            self._log(f"kvkeep: {why}")
 
     def _touch_pages(self) -> bool:
         """Touch one slice of what the server populated; True: there is more to touch."""
