@@ -342,7 +342,7 @@ class Client:
             except Refused as error:
                 self._note_failure(State.REFUSED, str(error))
                 retry_s = RETRY_MOST_S
-            except KVKeepError as error:
+            except (KVKeepError, OSError) as error:  # whatever it was: this thread must live on
                 self._note_failure(State.CONNECTING, str(error))
 
     def _look(self) -> None:
@@ -388,7 +388,7 @@ class Client:
         sock = open_socket(self.path)
         try:
             hello = msgspec.structs.replace(self._hello, confirms=self._confirms)
-            welcome, fds, reader, more = _handshake(sock, hello)
+            welcome, fds, reader, more = _handshake(sock, hello, self.path)
             mapping = None
             if welcome.has_arena:
                 mapping = shm.Mapping(
@@ -452,7 +452,7 @@ def open_socket(path: str, timeout_s: float = CONNECT_TIMEOUT_S) -> socket.socke
 
 
 def _handshake(
-    sock: socket.socket, hello: m.Hello
+    sock: socket.socket, hello: m.Hello, path: str
 ) -> tuple[m.Welcome, list[int], FrameReader[m.ServerMessage], list[m.ServerMessage]]:
     """Say Hello; returns the welcome, its descriptors, and what was read after it."""
     own: list[int] = []
@@ -481,7 +481,7 @@ def _handshake(
             raise
         why = _SLOW if isinstance(error, TimeoutError) else f"failed: {error}"
         why = "ended the connection: it is stopping" if isinstance(error, ConnectionError) else why
-        raise SocketError(f"the server at {sock.getpeername()} {why}") from error
+        raise SocketError(f"the server at {path} {why}") from error
     finally:
         for fd in own:
             os.close(fd)
