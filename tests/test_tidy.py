@@ -26,6 +26,7 @@ TIERS = (
     ("shm",),
     ("wire",),
     ("backends",),
+    ("connect",),
     ("client",),
     ("connectors",),
     ("server",),

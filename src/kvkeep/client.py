@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import msgspec
 
 from kvkeep import shm
-from kvkeep.errors import KVKeepError, ProtocolError, Refused, ServerAway, SocketError
+from kvkeep.connect import CONNECT_TIMEOUT_S, open_socket, say_hello
+from kvkeep.errors import KVKeepError, ProtocolError, Refused, ServerAway
 from kvkeep.types import EndOutcome, Role
 from kvkeep.wire import messages as m
 from kvkeep.wire.framing import FrameReader, encode, server_frames
@@ -29,12 +30,9 @@ PATIENCE_S = 0.1  # an answer outstanding for longer means `away`
 SPIN_S = 0.0001  # looks at the socket for so long before it sleeps: a wake-up costs as much
 PROBE_S = 0.05  # how often the watcher looks at the socket while away or while answers are due
 IDLE_S = 0.25
-CONNECT_TIMEOUT_S = 2.0
-_SLOW = f"did not answer within {CONNECT_TIMEOUT_S} s: it is stopped or overloaded; see its process"
 RETRY_FIRST_S, RETRY_MOST_S = 0.05, 1.0
 MAX_UNSENT_BYTES = 1 << 20
 TOUCH_BYTES = 256 << 20  # pages touched between two looks at the socket
-_SEND_BUFFER_BYTES = 1 << 20
 
 
 class State(enum.Enum):
@@ -55,9 +53,12 @@ class Budget:
 
 
 class Call:
-    """One call under way. `reply` is set when it is answered; `lost` when it never will be."""
+    """One call under way. `reply` is set when it is answered; `lost` when it never will be.
 
-    __slots__ = ("abandoned", "epoch", "lost", "message", "reply", "sent_s")
+    With a `ticket` the server has said that the answer to a lookup comes later.
+    """
+
+    __slots__ = ("abandoned", "epoch", "lost", "message", "reply", "sent_s", "ticket")
 
     def __init__(self, message: m.ClientMessage, sent_s: float, epoch: int) -> None:
         self.message = message
@@ -66,6 +67,7 @@ class Call:
         self.reply: m.ServerMessage | None = None
         self.lost = False
         self.abandoned = False
+        self.ticket = 0
 
     @property
     def done(self) -> bool:
@@ -103,6 +105,7 @@ class Client:
         self._reader: FrameReader[m.ServerMessage] = server_frames()
         self._unsent = bytearray()
         self._calls: dict[int, Call] = {}
+        self._pending: dict[int, Call] = {}  # by ticket
         self._seq = 0
         self._lock = threading.RLock()
         self._stop = threading.Event()
@@ -196,6 +199,9 @@ class Client:
             call.abandoned = True
             if call.reply is not None:
                 self._give_back(call.reply)
+            elif self._pending.pop(call.ticket, None) is not None:
+                call.lost = True
+                self.notify(m.Cancel(call.ticket))
 
     def ask(self, make: Callable[[int], m.ClientMessage], timeout_s: float) -> m.ServerMessage:
         """For tools, not engines: send and wait. Raises ServerAway or ProtocolError."""
@@ -261,19 +267,18 @@ class Client:
 
     def _receive(self, message: m.ServerMessage) -> None:
         match message:
-            case m.Found() | m.Granted() | m.Committed() | m.Pong() | m.Answer() | m.Failed():
-                call = self._calls.pop(message.seq, None)
-                if call is None:
-                    self._give_back(message)
-                    return
-                if call.abandoned and isinstance(message, m.Found | m.Granted):
-                    call.lost = True  # given back: its handles must not be used by anybody
-                    self._give_back(message)
-                else:
-                    call.reply = message
+            case (
+                m.Found() | m.Pending() | m.Granted() | m.Committed() | m.Forgotten() | m.Pong()
+                | m.Answer() | m.Failed()
+            ):  # fmt: skip
+                self._answered(message, self._calls.pop(message.seq, None))
                 if self.state is State.AWAY and not self._calls:
                     self.state = State.UP
                     self._log("kvkeep: the server answers again, caching resumes")
+                return
+            case m.Resolved():
+                found = m.Found(0, *msgspec.structs.astuple(message)[1:])
+                self._answered(found, self._pending.pop(message.ticket, None))
                 return
             case m.Ready():
                 self.ready = message
@@ -283,9 +288,24 @@ class Client:
                 self._populated_bytes = message.populated_bytes
         self._on_push(message)
 
+    def _answered(self, message: m.ServerMessage, call: Call | None) -> None:
+        """Hand an answer to its caller, or give back what nobody wants any more."""
+        gives = isinstance(message, m.Found | m.Granted | m.Pending)
+        if call is None or (call.abandoned and gives):
+            self._give_back(message)
+            if call is not None:
+                call.lost = True  # given back: its handles must not be used by anybody
+        elif isinstance(message, m.Pending):
+            call.ticket = message.ticket
+            self._pending[message.ticket] = call
+        else:
+            call.reply = message
+
     def _give_back(self, message: m.ServerMessage) -> None:
         """Release what a late answer grants: nobody has seen its handles."""
         match message:
+            case m.Pending(ticket=ticket):
+                self.notify(m.Cancel(ticket))
             case m.Found(lease=lease) if lease:
                 ranks = tuple(range(self._hello.world))
                 self.notify(m.End(lease, ranks, EndOutcome.UNUSED))
@@ -316,9 +336,10 @@ class Client:
         self._unsent.clear()
         self.ready = None
         self.state, self.why = state, why
-        for call in self._calls.values():
+        for call in (*self._calls.values(), *self._pending.values()):
             call.lost = True
         self._calls.clear()
+        self._pending.clear()
         if state is not State.CLOSED:
             self._log(f"kvkeep: {why}; serving without it")
         self._on_push(m.Unready(why))
@@ -388,7 +409,7 @@ class Client:
         sock = open_socket(self.path)
         try:
             hello = msgspec.structs.replace(self._hello, confirms=self._confirms)
-            welcome, fds, reader, more = _handshake(sock, hello, self.path)
+            welcome, fds, reader, more = say_hello(sock, hello, self.path)
             mapping = None
             if welcome.has_arena:
                 mapping = shm.Mapping(
@@ -424,67 +445,10 @@ class Client:
             self.mapping.abandon()
         self.mapping = self.ready = None
         self._calls.clear()
+        self._pending.clear()
         self.state, self.why = State.CLOSED, "this process is a fork of the one that connected"
         self._stop = threading.Event()  # the old one's lock may have been held across the fork
         self._stop.set()
-
-
-def open_socket(path: str, timeout_s: float = CONNECT_TIMEOUT_S) -> socket.socket:
-    """A blocking connection to the control socket; raises SocketError with the fix."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(timeout_s)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-        sock.connect(path)
-    except PermissionError as error:
-        sock.close()
-        raise SocketError(
-            f"no permission for {path}: it belongs to another user; run as that user, or set "
-            "[socket] group on the server"
-        ) from error
-    except (FileNotFoundError, ConnectionRefusedError) as error:
-        sock.close()
-        raise SocketError(f"no server at {path}: start one with kvkeep serve") from error
-    except OSError as error:
-        sock.close()
-        raise SocketError(f"cannot connect to {path}: {error}") from error
-    return sock
-
-
-def _handshake(
-    sock: socket.socket, hello: m.Hello, path: str
-) -> tuple[m.Welcome, list[int], FrameReader[m.ServerMessage], list[m.ServerMessage]]:
-    """Say Hello; returns the welcome, its descriptors, and what was read after it."""
-    own: list[int] = []
-    with contextlib.suppress(OSError):  # before Linux 5.3
-        own.append(os.pidfd_open(os.getpid()))
-    reader = server_frames()
-    messages: list[m.ServerMessage] = []
-    fds: list[int] = []
-    try:
-        socket.send_fds(sock, [encode(hello)], own)
-        while not messages:  # the descriptors come with the first bytes
-            data, got = shm.receive_with_fds(sock, 1 << 16)
-            fds += got
-            if not data:
-                raise ConnectionResetError
-            messages = reader.feed(data)
-        first = messages.pop(0)
-        if isinstance(first, m.Welcome) and len(fds) == 2 * first.has_arena:
-            return first, fds, reader, messages
-        if isinstance(first, m.Refused):
-            raise Refused(first.text)
-        raise ProtocolError("the server's first message is not a welcome")
-    except (OSError, KVKeepError) as error:
-        own += fds
-        if isinstance(error, KVKeepError):
-            raise
-        why = _SLOW if isinstance(error, TimeoutError) else f"failed: {error}"
-        why = "ended the connection: it is stopping" if isinstance(error, ConnectionError) else why
-        raise SocketError(f"the server at {path} {why}") from error
-    finally:
-        for fd in own:
-            os.close(fd)
 
 
 def _forget_after_fork(client: Client) -> None:

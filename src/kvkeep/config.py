@@ -50,6 +50,27 @@ class L1Config(Struct, frozen=True):
     session_reserve_fraction: Share = 0.5  # of L1, held for reading by one session
 
 
+class L2Config(Struct, frozen=True):
+    """External storage, and what may be under way to and from it."""
+
+    backends: str = ""  # URLs such as fs:///var/lib/kvkeep?capacity=100GiB, separated by spaces
+    policy: Literal["write_through", "write_back", "skip_l1"] = "write_through"
+    lookup_wait_s: Seconds = 0.5  # a lookup waits so long at most, unless its request says else
+    get_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 2.0
+    put_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 10.0
+    breaker_failures: Annotated[int, Meta(ge=1, le=1000)] = 5  # in a row; then it is left alone
+    breaker_open_s: Annotated[float, Meta(gt=0, le=3600)] = 5.0  # doubling from there
+    breaker_open_most_s: Annotated[float, Meta(gt=0, le=3600)] = 60.0
+    fetch_fraction: Share = 0.25  # of L1, on its way from L2
+    fetch_bytes: Annotated[int, Meta(ge=4096, le=1 << 40)] = 1 << 30  # and never more than this
+    fetches: Annotated[int, Meta(ge=1, le=1024)] = 8  # chunks at once, per backend
+    persists: Annotated[int, Meta(ge=1, le=1024)] = 4  # chunks at once, per backend
+    persist_queue_bytes: Annotated[int, Meta(ge=4096, le=1 << 40)] = 1 << 30
+    persist_tries: Annotated[int, Meta(ge=1, le=100)] = 5
+    low_water_fraction: Share = 0.2  # of L1: with less free, write_back writes ahead
+    drain_s: Seconds = 10.0  # a stopping server persists what is left for so long
+
+
 class HttpConfig(Struct, frozen=True):
     """Health, metrics and the dashboard."""
 
@@ -87,6 +108,7 @@ class Config(Struct, frozen=True):
 
     socket: SocketConfig = field(default_factory=SocketConfig)
     l1: L1Config = field(default_factory=L1Config)
+    l2: L2Config = field(default_factory=L2Config)
     http: HttpConfig = field(default_factory=HttpConfig)
     log: LogConfig = field(default_factory=LogConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)

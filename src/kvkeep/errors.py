@@ -35,3 +35,7 @@ class MemoryRefused(KVKeepError):
 
 class ServerAway(KVKeepError):
     """The server did not answer in time or is not there."""
+
+
+class BackendError(KVKeepError):
+    """An L2 backend cannot be opened or used; the text names it and the fix."""

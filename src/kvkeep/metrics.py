@@ -1,10 +1,15 @@
 """Prometheus metrics of the server, read from the service when scraped; counts nothing itself."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from kvkeep.types import Reason
@@ -38,10 +43,26 @@ class _ServerCollector(Collector):
         for reason in Reason:
             misses.add_metric([reason.name.lower()], counts.get(f"miss_{int(reason)}", 0))
         yield misses
+        yield _labelled(
+            counts, "fetched_", "kvkeep_fetched_chunks", "Fetches that returned", "outcome", _BYTES
+        )
+        yield _labelled(
+            counts,
+            "persisted_",
+            "kvkeep_persisted_chunks",
+            "Persists that returned",
+            "outcome",
+            _BYTES,
+        )
+        yield _labelled(
+            counts, "hit_from_", "kvkeep_l2_hit_chunks", "Hit chunks that L2 brought", "backend"
+        )
+        yield from _stores(status["l2"])
         for name, text in _PLAIN.items():
             yield CounterMetricFamily(f"kvkeep_{name}", text, value=counts.get(name, 0))
 
 
+_BYTES = ("fetched_bytes", "persisted_bytes")  # counters of their own
 _PLAIN = {
     "lookups": "Lookups answered",
     "hit_chunks": "Looked-up chunks that were reserved",
@@ -53,6 +74,17 @@ _PLAIN = {
     "aborted": "Staged chunks given back",
     "revoked": "Read leases revoked",
     "cleared": "Chunks cleared by an operator",
+    "fetches": "Fetches begun",
+    "fetched_bytes": "Bytes fetched from L2 and published",
+    "fetch_late": "Fetches past their deadline",
+    "lookups_expired": "Lookups answered at their deadline for L2",
+    "cancelled": "Pending lookups cancelled",
+    "persists": "Persists begun",
+    "persisted_bytes": "Bytes persisted to L2",
+    "persist_overflow": "Chunks that the full persist queue dropped",
+    "persist_lost": "Chunks that left L1 before L2 had them",
+    "persist_failed": "Chunks given up after too many tries",
+    "forgotten": "Chunks of forgotten layouts",
     "end_again": "Read parts ended twice (no-ops)",
     "abort_again": "Staged chunks given back twice (no-ops)",
 }
@@ -79,10 +111,63 @@ def _gauges(status: dict[str, Any]) -> Iterator[Metric]:
     yield waits
 
 
-def _labelled(counts: Mapping[str, int], prefix: str, name: str, text: str, label: str) -> Metric:
+def _stores(stores: Sequence[dict[str, Any]]) -> Iterator[Metric]:
+    """One sample per L2 backend and operation."""
+    label = ["backend"]
+    gauges = {
+        "objects": GaugeMetricFamily("kvkeep_l2_objects", "Objects in L2", labels=label),
+        "used_bytes": GaugeMetricFamily("kvkeep_l2_used_bytes", "Bytes in L2", labels=label),
+        "capacity_bytes": GaugeMetricFamily(
+            "kvkeep_l2_capacity_bytes", "Bytes L2 may take", labels=label
+        ),
+        "stuck": GaugeMetricFamily(
+            "kvkeep_l2_stuck_calls",
+            "Calls past their deadline that have not returned",
+            labels=label,
+        ),
+        "scanned": GaugeMetricFamily(
+            "kvkeep_l2_scanned_ratio", "Share of the index that is rebuilt", labels=label
+        ),
+    }
+    up = GaugeMetricFamily("kvkeep_l2_up", "1 while the breaker is closed", labels=label)
+    corrupt = CounterMetricFamily(
+        "kvkeep_l2_corrupt_objects", "Objects that did not verify", labels=["backend", "why"]
+    )
+    moved = CounterMetricFamily("kvkeep_l2_bytes", "Bytes moved", labels=["backend", "operation"])
+    operations = CounterMetricFamily(
+        "kvkeep_l2_operations", "Objects by outcome", labels=["backend", "operation", "outcome"]
+    )
+    seconds = HistogramMetricFamily(
+        "kvkeep_l2_seconds", "Time of a call", labels=["backend", "operation"]
+    )
+    for store in stores:
+        name = store["name"]
+        up.add_metric([name], float(store["state"] == "closed"))
+        for key, gauge in gauges.items():
+            if store[key] is not None:
+                gauge.add_metric([name], store[key])
+        for why, count in store["corrupt"].items():
+            corrupt.add_metric([name, why], count)
+        for operation, seen in store["operations"].items():
+            moved.add_metric([name, operation], seen["bytes"])
+            for outcome, count in seen["outcomes"].items():
+                operations.add_metric([name, operation, outcome], count)
+            buckets = list(seen["seconds"]["buckets"].items())
+            seconds.add_metric([name, operation], buckets, seen["seconds"]["sum_s"])
+    yield from (*gauges.values(), up, corrupt, moved, operations, seconds)
+
+
+def _labelled(
+    counts: Mapping[str, int],
+    prefix: str,
+    name: str,
+    text: str,
+    label: str,
+    leave_out: Container[str] = (),
+) -> Metric:
     family = CounterMetricFamily(name, text, labels=[label])
     for key in sorted(counts):
-        if key.startswith(prefix):
+        if key.startswith(prefix) and key not in leave_out:
             family.add_metric([key.removeprefix(prefix)], counts[key])
     return family
 

@@ -100,6 +100,11 @@ class SharedArena:
                 self._bind(numa)
             undo.pop_all()
 
+    @property
+    def view(self) -> memoryview:
+        """All of it as bytes, for I/O straight into it."""
+        return memoryview((ctypes.c_char * self.size_bytes).from_address(self.address)).cast("B")
+
     def populate_step(self) -> int:
         """Allocate the next step of pages (releases the GIL); returns bytes populated so far."""
         step = min(POPULATE_STEP_BYTES, self.size_bytes - self.populated_bytes)

@@ -6,7 +6,7 @@ Numbers of enums go over the wire and into files: they are only ever added to.
 
 import unicodedata
 from enum import Enum, IntEnum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 import msgspec
 
@@ -15,6 +15,8 @@ Fingerprint = NewType("Fingerprint", bytes)  # 32 bytes, digest of the layout
 Epoch = NewType("Epoch", int)  # 64 random bits per server start
 LeaseId = NewType("LeaseId", int)  # 64 random bits, valid in one epoch and session; 0 = no lease
 PeerId = NewType("PeerId", int)  # 64 random bits, one connection
+TicketId = NewType("TicketId", int)  # 64 random bits, one pending lookup
+TransferId = NewType("TransferId", int)  # one fetch or persist of a chunk
 SlotId = NewType("SlotId", int)  # index into the generation table
 
 HASH_BYTES = 32
@@ -87,6 +89,28 @@ class EndOutcome(IntEnum):
     FAILED = 2
 
 
+class IoOutcome(IntEnum):
+    """How the transfer of one object between L1 and L2 ended."""
+
+    OK = 0
+    MISSING = 1  # the backend does not have it
+    CORRUPT = 2  # its bytes, length or key are not what was stored
+    LAYOUT_MISMATCH = 3  # another fingerprint or length under this key
+    TIMEOUT = 4  # the deadline passed; the I/O may still run
+    ERROR = 5
+    FULL = 6  # a put that the backend has no room for
+    REFUSED = 7  # not tried: the backend's breaker is open, or it cannot take a put yet
+    CANCELLED = 8  # given up before it began
+
+
+class StorePolicy(Enum):
+    """When a committed chunk goes to L2."""
+
+    WRITE_THROUGH = "write_through"  # as soon as it is committed
+    WRITE_BACK = "write_back"  # before it would be evicted
+    SKIP_L1 = "skip_l1"  # at once, and it leaves L1
+
+
 class Role(IntEnum):
     """What one connection is for."""
 
@@ -115,6 +139,23 @@ class RowSpec(msgspec.Struct, frozen=True, array_like=True):
     kind: GroupKind
     object_bytes: int
     window_chunks: int = 0
+
+
+class Namespace(msgspec.Struct, frozen=True):
+    """Whose objects: one layout of one model under one salt. `fingerprint` is the session's."""
+
+    fingerprint: Fingerprint
+    salt: str | None = None
+    model: str = ""  # for people; it is part of the fingerprint already
+
+
+class ObjectKey(NamedTuple):
+    """One object in its namespace. The chunk hash covers fingerprint, salt and adapter too."""
+
+    chunk: ChunkHash
+    world: int
+    rank: int
+    group: int
 
 
 def printable(text: str) -> str:

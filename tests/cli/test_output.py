@@ -54,7 +54,22 @@ STATUS = {
     "l1": {f"{part}_bytes": 1 for part in (*L1_PARTS, "quarantined")} | {"objects": 0},
     "leases": 0,
     "sessions": [SESSION],
-    "l2": [BAD_NAME],
+    "l2": [
+        {
+            "name": BAD_NAME,
+            "url": BAD_NAME,
+            "state": "open",
+            "why": BAD_NAME,
+            "stuck": 1,
+            "scanned": 0.5,
+            "objects": 1,
+            "used_bytes": 1,
+            "capacity_bytes": None,
+            "evicted": 0,
+            "corrupt": {},
+        }
+    ],
+    "transfers": {"fetches": 0, "pending_lookups": 0, "persists": 0, "persist_queue_bytes": 0},
 }
 LEASE = {
     "lease": "1",

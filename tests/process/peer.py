@@ -13,7 +13,7 @@ from tests.process.engine import ANSWER_S, until
 from tests.servers import Server
 
 from kvkeep import shm
-from kvkeep.client import open_socket
+from kvkeep.connect import open_socket
 from kvkeep.wire import messages as m
 from kvkeep.wire.framing import FrameReader, encode, server_frames
 

@@ -28,7 +28,7 @@ FDS = "/proc/{}/fd"
 
 ANOTHER_USER = """
 import os, sys
-from kvkeep.client import open_socket
+from kvkeep.connect import open_socket
 from kvkeep.errors import SocketError
 os.setgroups([])
 os.setgid({nobody})

@@ -4,6 +4,7 @@ import asyncio
 import grp
 import os
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from kvkeep.config import Config, HttpConfig
 from kvkeep.errors import SocketError
 from kvkeep.server import http
 from kvkeep.server.endpoint import Endpoint
+from kvkeep.server.io import Io
 from kvkeep.server.logs import EventLog
 from kvkeep.server.run import Server
 from kvkeep.shm import GenerationTable, SharedArena
@@ -30,7 +32,9 @@ def server(path: Path) -> Iterator[Server]:
     """Composed, not running."""
     endpoint = Endpoint(str(path))
     memory = (SharedArena(4 << 20), GenerationTable(16))
-    yield Server(Config(), EventLog("info", as_json=False), endpoint, memory)
+    log = EventLog("info", as_json=False)
+    io = Io([], memory[0].view, clock=time.monotonic, log=log)
+    yield Server(Config(), log, endpoint, memory, io=io)
     endpoint.close()
 
 

@@ -22,7 +22,7 @@ import msgspec
 from kvkeep.bench import engine_messages as m
 from kvkeep.bench.model import ModelUnavailable, smollm2_dir
 from kvkeep.bench.serving import ServerFailed
-from kvkeep.client import open_socket
+from kvkeep.connect import open_socket
 from kvkeep.errors import KVKeepError, SocketError
 
 ENGINE_START_S = 300.0

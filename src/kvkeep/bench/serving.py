@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvkeep.client import open_socket
+from kvkeep.connect import open_socket
 from kvkeep.errors import KVKeepError, SocketError
 
 START_TIMEOUT_S = 20.0

@@ -47,6 +47,10 @@ def serve(
     l1_size: Annotated[
         str | None, typer.Option(help="Host memory for KV: 25% (of the limit) or 2GiB.")
     ] = None,
+    l2: Annotated[
+        str | None,
+        typer.Option(help="External storage: URLs such as fs:///var/lib/kvkeep?capacity=100GiB."),
+    ] = None,
     numa: Annotated[str | None, typer.Option(help="NUMA nodes for it, such as 0-1.")] = None,
     hugepages: Annotated[str | None, typer.Option(help="off or 2MiB.")] = None,
     eviction: Annotated[str | None, typer.Option(help="Eviction policy.")] = None,
@@ -67,6 +71,7 @@ def serve(
         "socket.path": socket,
         "socket.group": group,
         "l1.size": l1_size,
+        "l2.backends": l2,
         "l1.numa": numa,
         "l1.hugepages": hugepages,
         "policy.eviction": eviction,
@@ -145,6 +150,41 @@ def clear(
         from kvkeep.cli.show import show_cleared
 
         show_cleared(answer)
+
+
+@app.command("wait-persisted")
+def wait_persisted(
+    timeout_s: Annotated[float, typer.Option(help="The most to wait.", min=0)] = 30.0,
+    config: ConfigFile = None,
+    socket: Socket = None,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Wait until everything committed so far is in L2 (or lost to it)."""
+    from kvkeep.cli.operator import ask
+    from kvkeep.cli.show import show_persisted
+
+    path = socket_path(config, socket, sets)
+    answer = ask(path, "wait_persisted", str(timeout_s), timeout_s=timeout_s + 5.0)
+    if as_json:
+        print_json(answer)
+    else:
+        show_persisted(answer)
+    raise typer.Exit(int(not answer["done"]))
+
+
+@app.command()
+def verify(
+    place: Annotated[str, typer.Argument(help="The L2: fs:///var/lib/kvkeep, or its directory.")],
+    quarantine: Annotated[
+        bool, typer.Option("--quarantine", help="Move what is broken aside.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Read every object of an L2 and check it; also beside a running server."""
+    from kvkeep.cli.verify import run
+
+    raise typer.Exit(run(place, quarantine=quarantine, as_json=as_json))
 
 
 @app.command("config")

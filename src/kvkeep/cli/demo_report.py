@@ -13,9 +13,10 @@ from rich.text import Text
 
 from kvkeep.bench.engine_messages import Answer
 
-MIN_L1_SHARE = 0.95  # of the tokens that whole chunks cover
+MIN_SHARE = 0.95  # of the tokens that whole chunks cover
 MIN_SPEEDUP = 10.0  # time to first token: cold over L1
-NONE, DEVICE, L1 = "none", "device", "l1"
+MIN_SPEEDUP_L2 = 5.0  # and over L2
+NONE, DEVICE, L1, L2 = "none", "device", "l1", "l2"
 _ANSWER_CHARACTERS = 60
 PIPE_COLUMNS = 150
 
@@ -29,29 +30,40 @@ class Run:
     expected: str  # tier
     answer: Answer
     l1_tokens: int
-    whole_chunk_tokens: int  # of its prompt, those that can come from L1
+    l2_tokens: int
+    whole_chunk_tokens: int  # of its prompt, those that can come from kvkeep
+    partial: bool = False  # more than those would be wrong
 
     @property
-    def device_tokens(self) -> int:
-        """From vLLM's own prefix cache."""
-        return self.answer.cached_tokens - self.l1_tokens
+    def by_tier(self) -> dict[str, int]:
+        """Cached tokens; what is not kvkeep's is vLLM's own prefix cache's."""
+        own = self.answer.cached_tokens - self.l1_tokens - self.l2_tokens
+        return {L2: self.l2_tokens, L1: self.l1_tokens, DEVICE: own}
 
     @property
     def tier(self) -> str:
         """The tier most cached tokens came from."""
         if not self.answer.cached_tokens:
             return NONE
-        return L1 if self.l1_tokens >= self.device_tokens else DEVICE
+        tokens = self.by_tier
+        return max(tokens, key=lambda tier: tokens[tier])
 
     def problem(self) -> str | None:
         """What is not as it must be, in one sentence."""
         whole = self.whole_chunk_tokens
-        if self.expected == L1 and self.l1_tokens < MIN_L1_SHARE * whole:
+        if self.expected in (L1, L2) and self.by_tier[self.expected] < MIN_SHARE * whole:
+            more = "; if L1 is too small for them, give it more (--l1-size)"
             return (
-                f'"{self.name}": {self.l1_tokens} of {whole} tokens came from L1, at least '
-                f"{MIN_L1_SHARE:.0%} must; if L1 is too small for them, give it more (--l1-size)"
+                f'"{self.name}": {self.by_tier[self.expected]} of {whole} tokens came from '
+                f"{self.expected.upper()}, at least {MIN_SHARE:.0%} must"
+                f"{more if self.expected == L1 else ''}"
             )
-        if self.expected == DEVICE and not self.device_tokens:
+        if self.partial and self.answer.cached_tokens > whole:
+            return (
+                f'"{self.name}": {self.answer.cached_tokens} tokens were cached, {whole} can be '
+                "right at most"
+            )
+        if self.expected == DEVICE and not self.by_tier[DEVICE]:
             return f'"{self.name}": vLLM found nothing in its own prefix cache'
         if self.expected == NONE and self.answer.cached_tokens:
             return f'"{self.name}": {self.answer.cached_tokens} tokens were cached, none should be'
@@ -84,11 +96,10 @@ class Report:
         """Whether every run did."""
         return bool(self.runs) and all(self.is_same(run) for run in self.runs)
 
-    @property
-    def cold_over_l1(self) -> float | None:
-        """Time to first token of question 1: computed, over taken from L1 by a new engine."""
+    def cold_over(self, tier: str) -> float | None:
+        """Time to first token of question 1: computed, over taken from a tier by a new engine."""
         cold = self.reference(1)
-        hit = next((r for r in self.runs if r.question == 1 and r.expected == L1), None)
+        hit = next((r for r in self.runs if r.question == 1 and r.expected == tier), None)
         if cold is None or hit is None or not hit.answer.ttft_s:
             return None
         return cold.answer.ttft_s / hit.answer.ttft_s
@@ -105,7 +116,7 @@ class Report:
 
     def write(self, path: Path) -> None:
         """Write demo.json."""
-        ratio = self.cold_over_l1
+        ratios = {tier: self.cold_over(tier) for tier in (L1, L2)}
         runs = [
             {
                 "name": run.name,
@@ -113,7 +124,7 @@ class Report:
                 "prompt_tokens": run.answer.prompt_tokens,
                 "whole_chunk_tokens": run.whole_chunk_tokens,
                 "cached_tokens": run.answer.cached_tokens,
-                "cached_by_tier": {DEVICE: run.device_tokens, L1: run.l1_tokens},
+                "cached_by_tier": run.by_tier,
                 "tier": run.tier,
                 "ttft_s": round(run.answer.ttft_s, 4),
                 "same_tokens": self.is_same(run),
@@ -125,7 +136,10 @@ class Report:
         body = {
             "runs": runs,
             "same_tokens": self.same_tokens,
-            "ttft_cold_over_l1": None if ratio is None else round(ratio, 1),
+            **{
+                f"ttft_cold_over_{tier}": None if ratio is None else round(ratio, 1)
+                for tier, ratio in ratios.items()
+            },
             "document": self.document,
             "l1_size": self.l1_size,
             "versions": self.versions,
@@ -136,7 +150,7 @@ class Report:
         """Print the table."""
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column("step")
-        for header in ("prompt\ntokens", "from\ndevice", "from\nL1", "TTFT"):
+        for header in ("prompt\ntokens", "from\ndevice", "from\nL1", "from\nL2", "TTFT"):
             table.add_column(header, justify="right")
         table.add_column("answer", max_width=_ANSWER_CHARACTERS)
         table.add_column("same tokens\nas cold")
@@ -144,8 +158,7 @@ class Report:
             table.add_row(
                 run.name,
                 f"{run.answer.prompt_tokens:,}",
-                f"{run.device_tokens:,}",
-                f"{run.l1_tokens:,}",
+                *(f"{run.by_tier[tier]:,}" for tier in (DEVICE, L1, L2)),
                 f"{run.answer.ttft_s:.2f} s",
                 _short(run.answer.text),
                 self._verdict(run),

@@ -65,6 +65,36 @@ def bench_engine(
     raise typer.Exit(0 if report["same_tokens"] else 1)
 
 
+@bench.command("backend")
+def bench_backend(
+    name: Annotated[str, typer.Argument(help="fs.")],
+    place: Annotated[
+        str,
+        typer.Option(metavar="PLACE", help="A directory on the disk to measure, or an fs:// URL."),
+    ] = ".",
+    objects: Annotated[int, typer.Option(min=1, help="Objects of each round.")] = 256,
+    object_bytes: Annotated[
+        int, typer.Option(min=1, help="Size of each; default: a chunk of SmolLM2-135M.")
+    ] = 5_898_240,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; medians are kept.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Put and get through an L2 backend, against plain files on the same disk."""
+    from kvkeep.bench.backend import run
+
+    if name != "fs":
+        raise typer.BadParameter(f"{name}: known are fs")
+    with progress() as say:
+        report = run(place, objects=objects, object_bytes=object_bytes, rounds=rounds, progress=say)
+    if as_json:
+        print_json(report)
+    else:
+        from kvkeep.cli.show import show_backend_bench
+
+        show_backend_bench(report)
+    raise typer.Exit(0 if report["verified"] else 1)
+
+
 def simulate(
     seeds: Annotated[int, typer.Option(min=1, help="How many runs.")] = 20,
     first_seed: Annotated[int, typer.Option(min=0, help="Seed of the first run.")] = 0,

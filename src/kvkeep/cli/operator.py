@@ -20,7 +20,7 @@ class NotAnswered(KVKeepError):
     """The server could not answer this question; the text is its sentence."""
 
 
-def ask(path: str, what: str, argument: str = "") -> Any:  # noqa: ANN401 - JSON
+def ask(path: str, what: str, argument: str = "", *, timeout_s: float = TIMEOUT_S) -> Any:  # noqa: ANN401 - JSON
     """The server's answer, decoded. Raises KVKeepError when there is none."""
     hello = m.Hello(
         m.VERSIONS,
@@ -33,7 +33,7 @@ def ask(path: str, what: str, argument: str = "") -> Any:  # noqa: ANN401 - JSON
     client = Client(path, hello)
     client.connect()
     try:
-        reply = client.ask(lambda seq: m.Query(seq, what, argument), TIMEOUT_S)
+        reply = client.ask(lambda seq: m.Query(seq, what, argument), timeout_s)
     finally:
         client.close()
     if isinstance(reply, m.Failed):

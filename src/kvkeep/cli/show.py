@@ -44,8 +44,57 @@ def show_status(status: dict[str, Any]) -> None:
     _print(table)
     _print(_text(f"{l1['objects']} objects, {status['leases']} leases open"))
     _print(_sessions(status["sessions"]))
-    for backend in status["l2"]:
-        _print(_text(f"L2: {backend}"))
+    if status["l2"]:
+        _print(_stores(status["l2"]))
+        _print(_text(_under_way(status["transfers"])))
+
+
+def show_persisted(answer: dict[str, Any]) -> None:
+    """Whether L2 has everything now."""
+    if answer["done"]:
+        text = "everything that was committed is in L2"
+    else:
+        waiting = format_bytes(answer["queued_bytes"])
+        text = f"not yet: {waiting} wait and {answer['running']} chunks are being written"
+    lost = {name: answer[f"persist_{name}"] for name in ("overflow", "lost", "failed")}
+    if any(lost.values()):
+        text += "; since the start " + ", ".join(f"{n} chunks {why}" for why, n in lost.items())
+    _print(_text(text))
+
+
+def _stores(stores: Sequence[dict[str, Any]]) -> Table:
+    """Every L2 backend: its state, what it holds, what was wrong."""
+    table = _table("L2", "place", "state", "objects>", "bytes>", "of>", "evicted>", "corrupt>", "")
+    for store in stores:
+        states = {"closed": "used", "open": "not used", "half_open": "being tried"}
+        notes = [str(store["why"])] if store["why"] else []
+        notes += [f"{store['stuck']} calls stuck"] if store["stuck"] else []
+        if store["scanned"] < 1.0:
+            notes.append(f"scan {store['scanned']:.0%}")
+        sizes = (store["used_bytes"], store["capacity_bytes"])
+        used, capacity = ("?" if size is None else format_bytes(size) for size in sizes)
+        _row(
+            table,
+            store["name"],
+            store["url"],
+            states.get(store["state"], store["state"]),
+            "?" if store["objects"] is None else str(store["objects"]),
+            used,
+            capacity,
+            str(store["evicted"]),
+            str(sum(store["corrupt"].values())),
+            "; ".join(notes),
+            style=None if store["state"] == "closed" and not store["stuck"] else "yellow",
+        )
+    return table
+
+
+def _under_way(transfers: dict[str, int]) -> str:
+    return (
+        f"{transfers['fetches']} chunks being fetched for {transfers['pending_lookups']} lookups, "
+        f"{transfers['persists']} being persisted, "
+        f"{format_bytes(transfers['persist_queue_bytes'])} waiting for that"
+    )
 
 
 def show_leases(leases: Sequence[dict[str, Any]]) -> None:
@@ -172,6 +221,18 @@ def show_engine_bench(report: dict[str, Any]) -> None:
             f"same tokens: {'yes' if report['same_tokens'] else 'NO'}"
         )
     )
+
+
+def show_backend_bench(report: dict[str, Any]) -> None:
+    """Rates beside the reference's."""
+    size = format_bytes(report["objects"] * report["object_bytes"])
+    _print(_text(f"{report['backend']}: {report['objects']} objects, {size} per round"))
+    table = _table("", "kvkeep GB/s>", "plain files GB/s>", "ratio>")
+    for way in ("put", "get"):
+        rates = (report[f"{way}_gbps"], report[f"reference_{way}_gbps"], report[f"{way}_ratio"])
+        _row(table, way, *(f"{rate:.2f}" for rate in rates))
+    _print(table)
+    _print(_text("every byte came back" if report["verified"] else "BYTES DIFFER"))
 
 
 def show_simulation(report: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 
 from kvkeep.core.directory import Directory
 from kvkeep.core.eviction import Chunk
+from kvkeep.core.tickets import Place
 from kvkeep.types import SlotId, SlotState
 
 
@@ -18,6 +19,7 @@ def check(directory: Directory) -> None:
     _reservations(directory)
     _staging(directory)
     _tree(directory)
+    _transfers(directory)
 
 
 def _bytes(d: Directory) -> None:
@@ -60,9 +62,12 @@ def _reservations(d: Directory) -> None:
             for chunk in lease.chunks:
                 for slot, rank in zip(chunk.rows, session.row_ranks, strict=True):
                     readers[slot] += rank in lease.live_ranks
+            assert not lease.ticket or lease.ticket in d.fetcher.tickets, "a lease nobody will see"
         assert held == Counter(session.held)
         sizes = sum(chunk.size_bytes for chunk in held)
         assert sizes == session.reserved_bytes
+    for job in d.persister.running.values():
+        readers.update(job.chunk.rows)
     for index, count in enumerate(d.slots.readers):
         assert readers[SlotId(index)] == count, f"slot {index}: readers and leases differ"
         assert not count or d.slots.state[index] is SlotState.RESIDENT
@@ -85,6 +90,10 @@ def _staging(d: Directory) -> None:
         for slot in peer.orphans:
             assert d.slots.state[slot] is SlotState.ORPHANED
             assert not peer.gone
+            owners[slot] += 1
+    for fetch in d.fetcher.flights.fetches.values():
+        for slot in fetch.slots:
+            assert d.slots.state[slot] is SlotState.STAGING
             owners[slot] += 1
     for _, slot in d.quarantine:
         assert d.slots.state[slot] is SlotState.QUARANTINED
@@ -111,3 +120,33 @@ def _tree(d: Directory) -> None:
     assert usage == Counter(d.residents.usage_bytes)
     for slot, state in enumerate(d.slots.state):
         assert owned[SlotId(slot)] == (state is SlotState.RESIDENT), f"slot {slot} resident once"
+
+
+def _transfers(d: Directory) -> None:
+    """6: one fetch per chunk, within its bounds; every waiter waits for something."""
+    flights = d.fetcher.flights
+    fetches = list(flights.fetches.values())
+    assert {f.hash for f in fetches} == set(flights.by_hash)
+    assert len(fetches) == len(flights.by_hash), "two fetches of one chunk"
+    assert flights.staged_bytes == sum(f.size_bytes for f in fetches)
+    timely = [f for f in fetches if not f.late]
+    assert sum(f.size_bytes for f in timely) <= flights.most_bytes() or len(timely) == 1
+    for fetch in fetches:
+        assert not (fetch.late and fetch.waiters)
+        for ticket, position in fetch.waiters.items():
+            assert d.fetcher.tickets.get(ticket.id) is ticket
+            assert ticket.places[position] is Place.WANTED
+    wanted: Counter[tuple[str, bytes]] = Counter()
+    for ticket in d.fetcher.tickets.values():
+        assert ticket.lease is None or ticket.lease.id in ticket.session.reads_open
+        for position in ticket.wanted():
+            fetch_of = flights.by_hash.get(ticket.hashes[position])
+            awaited = fetch_of is not None and ticket in fetch_of.waiters
+            assert awaited != (position in ticket.queue), "wanted, and nobody brings it"
+            wanted[ticket.session.id, ticket.hashes[position]] += 1
+    for session in d.sessions.values():
+        for chunk_hash, count in session.wanted.items():
+            assert wanted.pop((session.id, chunk_hash)) == count
+    assert not wanted
+    queued = [job for queue in d.persister.queues for job in queue]
+    assert d.persister.queued_bytes == sum(job.chunk.size_bytes for job in queued)

@@ -12,14 +12,24 @@ import msgspec
 
 from kvkeep.core import events as ev
 from kvkeep.core.arena import Arena
-from kvkeep.core.eviction import EvictionPolicy, PrefixLRU
+from kvkeep.core.eviction import Chunk, EvictionPolicy, PrefixLRU
+from kvkeep.core.fetching import Fetcher
 from kvkeep.core.leases import Peer, ReadLease, Session
 from kvkeep.core.lookup import Finder
 from kvkeep.core.membership import Membership
+from kvkeep.core.persisting import Persister
 from kvkeep.core.resident import Residents
 from kvkeep.core.slots import Generations, SlotTable
 from kvkeep.core.staging import Stager
-from kvkeep.types import ChunkHash, LeaseId, Reason, RowSpec, SlotId, SlotState
+from kvkeep.types import (
+    ChunkHash,
+    LeaseId,
+    Reason,
+    RowSpec,
+    SlotId,
+    SlotState,
+    StorePolicy,
+)
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -30,6 +40,17 @@ class Limits(msgspec.Struct, frozen=True):
     session_reserve_fraction: float = 0.5
     in_progress_after_s: float = 2.0  # after this a second staging of one key is allowed
     quarantine_s: float = 5.0  # for extents of a dead owner with DMA
+    # L2: how many backends there are, and what may be under way to and from them
+    backends: int = 0
+    lookup_wait_s: float = 0.5
+    fetch_fraction: float = 0.25  # of L1, on its way from L2
+    fetch_bytes: int = 1 << 30  # and never more than this
+    fetches_per_backend: int = 8
+    persists_per_backend: int = 4
+    persist_queue_bytes: int = 1 << 30
+    persist_tries: int = 5
+    low_water_fraction: float = 0.2  # of L1: with less free, write_back writes ahead
+    store_policy: StorePolicy = StorePolicy.WRITE_THROUGH
 
 
 class Directory:
@@ -46,21 +67,28 @@ class Directory:
         self.limits = limits or Limits()
         self.arena = Arena()
         self.slots = SlotTable(self.arena, generations)
-        self.residents = Residents(self.slots, policy or PrefixLRU())
+        self.residents = Residents(self.slots, policy or PrefixLRU(), self._evicted)
         self.sessions: dict[str, Session] = {}
         self.peers: dict[int, Peer] = {}
         self.counters: Counter[str] = Counter()
         self.quarantine: deque[tuple[float, SlotId]] = deque()
         self.effects: list[ev.Effect] = []
         self.layouts: dict[tuple[RowSpec, ...], tuple[RowSpec, ...]] = {}  # interned
+        self.objects: dict[tuple[RowSpec, ...], ev.ObjectRows] = {}  # of each layout
         self.new_id = new_id
-        self._finder = Finder(self)
         self.stager = Stager(self)
+        self.fetcher = Fetcher(self)
+        self.persister = Persister(self)
+        self._finder = Finder(self)
         self._membership = Membership(self)
 
     def handle(self, event: ev.Event, now_s: float) -> tuple[ev.Reply, list[ev.Effect]]:
         """Apply one event. A refused event changes nothing."""
         reply = self._apply(event, now_s)
+        if self.fetcher.queued and not isinstance(event, ev.Probed | ev.Lookup):
+            self.fetcher.pump(now_s)  # something may have become free
+        if not self.persister.idle:
+            self.persister.pump(now_s)
         effects, self.effects = self.effects, []
         return reply, effects
 
@@ -84,15 +112,48 @@ class Directory:
                 return self._membership.closed(event.peer, now_s)
             case ev.PeerGone():
                 return self._membership.gone(event.peer, now_s=now_s, confirmed=event.confirmed)
-            case ev.Grown():
-                self.arena.grow(event.populated_bytes)
-                return ev.Done(1)
             case ev.Revoke():
                 return self._revoke(event.lease)
             case ev.Clear():
                 return self._clear(force=event.force)
+            case ev.Forget():
+                return self._forget(event)
+            case ev.Grown():
+                self.arena.grow(event.populated_bytes)
+                return ev.Done(1)
             case ev.Tick():
                 return self._tick(now_s)
+            case _:
+                return self._apply_io(event, now_s)
+
+    def _apply_io(
+        self,
+        event: ev.Cancel
+        | ev.Expire
+        | ev.Probed
+        | ev.Fetched
+        | ev.FetchLate
+        | ev.Persisted
+        | ev.Drain,
+        now_s: float,
+    ) -> ev.Reply:
+        """What concerns L2."""
+        match event:
+            case ev.Probed():
+                return self.fetcher.probed(event, now_s)
+            case ev.Fetched():
+                return self.fetcher.fetched(event)
+            case ev.FetchLate():
+                return self.fetcher.late(event)
+            case ev.Expire():
+                return self.fetcher.expire(event, now_s)
+            case ev.Cancel():
+                return self.fetcher.cancel(event)
+            case ev.Persisted():
+                return self.persister.persisted(event, now_s)
+            case ev.Drain():
+                self.persister.drain()
+                return ev.Done(1)
 
     # ---- readers
 
@@ -122,10 +183,12 @@ class Directory:
                 became_idle |= self.slots.unhold(chunk.rows[row])
             if last:
                 session.release(chunk)
-            if became_idle and (chunk.children == 0 or not chunk.linked):
-                self.residents.settle(chunk)
+            if became_idle:
+                self.persister.settle(chunk)
         if last:
             del session.reads_open[lease.id]
+            if lease.ticket:
+                self.fetcher.lease_ended(lease.ticket)
         return True
 
     def _revoke(self, lease_id: LeaseId) -> ev.Reply:
@@ -141,12 +204,18 @@ class Directory:
 
     # ---- leaving L1
 
+    def _evicted(self, chunk: Chunk) -> None:
+        self.persister.lost(chunk)
+
     def _drop(self, event: ev.Drop) -> ev.Reply:
         dropped = 0
         for chunk_hash in self.split(event.hashes):
             chunk = self.residents.index.get(chunk_hash)
             if chunk is not None and event.session in self.sessions:
                 self.residents.unlink(chunk, Reason.CORRUPT)
+                if self.limits.backends:  # else every retry would fetch it again
+                    objects = self.objects[chunk.specs]
+                    self.effects.append(ev.Discard(chunk.space, objects, chunk_hash, True))
                 dropped += 1
         self.counters["dropped"] += dropped
         return ev.Done(dropped)
@@ -159,14 +228,40 @@ class Directory:
         chunks = list(self.residents.index.values())
         for chunk in chunks:
             self.residents.unlink(chunk, Reason.EVICTED)
+        self.fetcher.flights.doom()
         self.counters["cleared"] += len(chunks)
         return ev.Done(len(chunks))
+
+    def _forget(self, event: ev.Forget) -> ev.Reply:
+        """A layout's objects are wrong from now on (new weights, an operator's order)."""
+        session = self.sessions.get(event.session)
+        if session is None or not session.fingerprint:
+            return ev.Done(0)
+        space = session.space(None)
+        self.fetcher.forget(space)
+        self.persister.forget(space)
+        for other in self.sessions.values():
+            if other.fingerprint == space.fingerprint:
+                for lease in other.writes_open.values():
+                    lease.doomed = True
+        old = [
+            chunk
+            for chunk in self.residents.index.values()
+            if chunk.space.fingerprint == space.fingerprint
+        ]
+        for chunk in old:
+            self.residents.unlink(chunk, Reason.EVICTED)
+        if self.limits.backends:
+            self.effects.append(ev.ForgetStored(space))
+        self.counters["forgotten"] += len(old)
+        return ev.Done(len(old))
 
     def _tick(self, now_s: float) -> ev.Reply:
         freed = 0
         while self.quarantine and self.quarantine[0][0] <= now_s:
             self.slots.move(self.quarantine.popleft()[1], SlotState.FREE)
             freed += 1
+        self.persister.tick(now_s)
         return ev.Done(freed)
 
     def give_up(self, slot: SlotId, writer: int, *, confirmed: bool, now_s: float) -> None:

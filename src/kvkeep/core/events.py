@@ -11,18 +11,29 @@ from kvkeep.types import (
     CommitOutcome,
     EndOutcome,
     Fingerprint,
+    IoOutcome,
     LeaseId,
+    Namespace,
     PeerId,
     Reason,
     Role,
     RowSpec,
     SlotId,
     StageOutcome,
+    TicketId,
+    TransferId,
 )
 
 
 class _Value(msgspec.Struct, frozen=True, gc=False):
     pass
+
+
+class ObjectRows(_Value, frozen=True):
+    """The objects of one chunk: (rank, group, exact bytes) per row, of a model in `world` parts."""
+
+    world: int
+    rows: tuple[tuple[int, int, int], ...]
 
 
 # ---- events
@@ -42,6 +53,7 @@ class Join(_Value, frozen=True):
     dma: bool = False  # its device may still write after the process is gone
     recompute: bool = True  # its engine recomputes after a failed load, so its reads are revocable
     confirms: PeerId = PeerId(0)  # an earlier connection of this process whose copies have ended
+    model: str = ""  # for people
 
 
 class PeerClosed(_Value, frozen=True):
@@ -71,6 +83,62 @@ class Lookup(_Value, frozen=True):
     hashes: bytes
     salt: str | None = None
     near: bool = True  # about to be scheduled: answer with what fits under the cap, reserved
+    fetch: bool = True  # L2 may extend the prefix
+    wait_s: float | None = None  # for L2 at most; None: the server's limit
+
+
+class Cancel(_Value, frozen=True):
+    """Nobody waits for this lookup any more."""
+
+    session: str
+    ticket: TicketId
+
+
+class Expire(_Value, frozen=True):
+    """The alarm of a pending lookup rang."""
+
+    ticket: TicketId
+
+
+class Probed(_Value, frozen=True):
+    """Which backends hold all objects of each chunk asked for (bit n: backend n).
+
+    `down`: backends that could not be asked.
+    """
+
+    ticket: TicketId
+    holders: tuple[int, ...]
+    down: int = 0
+
+
+class Fetched(_Value, frozen=True):
+    """The I/O of a fetch has returned; one outcome per row. Its extents are touched no more."""
+
+    transfer: TransferId
+    outcomes: tuple[IoOutcome, ...]
+
+
+class FetchLate(_Value, frozen=True):
+    """The deadline of a fetch has passed and its I/O still runs."""
+
+    transfer: TransferId
+
+
+class Persisted(_Value, frozen=True):
+    """The I/O of a persist has returned; one outcome per row."""
+
+    transfer: TransferId
+    outcomes: tuple[IoOutcome, ...]
+
+
+class Drain(_Value, frozen=True):
+    """The server is about to stop: what L2 does not have yet is to be persisted."""
+
+
+class Forget(_Value, frozen=True):
+    """Nobody may find anything of this session's layout any more, in L1 or L2."""
+
+    session: str
 
 
 class End(_Value, frozen=True):
@@ -89,6 +157,7 @@ class StageItem(_Value, frozen=True):
     parent: ChunkHash
     hashes: bytes
     salt: str | None = None
+    first: int = 0  # chunks of the prompt before these
 
 
 class Stage(_Value, frozen=True):
@@ -137,8 +206,8 @@ class Tick(_Value, frozen=True):
 
 
 Event = (
-    Join | PeerClosed | PeerGone | Grown | Lookup | End | Stage | Commit | Abort | Drop | Revoke
-    | Clear | Tick
+    Join | PeerClosed | PeerGone | Grown | Lookup | Cancel | Expire | Probed | Fetched | FetchLate
+    | End | Stage | Commit | Persisted | Abort | Drop | Revoke | Clear | Forget | Drain | Tick
 )  # fmt: skip
 
 # ---- replies
@@ -170,12 +239,22 @@ class Columns(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Hit(_Value, frozen=True):
-    """Answer to Lookup: `chunks` are reserved under `lease`; one reason for each of the rest."""
+    """Answer to Lookup: `chunks` are reserved under `lease`; one reason for each of the rest.
+
+    `tiers`: for each chunk of a reserved hit 0 (it was in L1) or 1 + the backend it came from.
+    """
 
     lease: LeaseId
     chunks: int
     columns: tuple[Columns, ...]
     reasons: tuple[Reason, ...]
+    tiers: bytes = b""
+
+
+class Pending(_Value, frozen=True):
+    """Answer to Lookup: the hit is said later, by the effect Answered with this ticket."""
+
+    ticket: TicketId
 
 
 class Staged(_Value, frozen=True):
@@ -199,7 +278,7 @@ class Done(_Value, frozen=True):
     changed: int
 
 
-Reply = Joined | JoinRefused | Hit | Staged | Committed | Done
+Reply = Joined | JoinRefused | Hit | Pending | Staged | Committed | Done
 
 # ---- effects
 
@@ -227,4 +306,73 @@ class LeaseRevoked(_Value, frozen=True):
     lease: LeaseId
 
 
-Effect = SessionReady | SessionUnready | LeaseRevoked
+class Answered(_Value, frozen=True):
+    """The final answer of a pending lookup."""
+
+    session: str
+    ticket: TicketId
+    hit: Hit
+
+
+class Probe(_Value, frozen=True):
+    """Ask every backend which of these chunks (packed hashes) it holds; then: Probed."""
+
+    ticket: TicketId
+    space: Namespace
+    objects: ObjectRows
+    hashes: bytes
+
+
+class Alarm(_Value, frozen=True):
+    """Ring at this time; then: Expire."""
+
+    ticket: TicketId
+    at_s: float
+
+
+class Transfer(_Value, frozen=True):
+    """One chunk between L1 and one backend: an arena offset per row."""
+
+    id: TransferId
+    backend: int
+    space: Namespace
+    objects: ObjectRows
+    chunk: ChunkHash
+    depth: int
+    offsets: tuple[int, ...]
+
+
+class Fetch(Transfer, frozen=True):
+    """L2 -> L1, verified; then: Fetched (after FetchLate, where the deadline passes first)."""
+
+
+class Persist(Transfer, frozen=True):
+    """L1 -> L2, unless it is there already; then: Persisted."""
+
+
+class Discard(_Value, frozen=True):
+    """These chunks are not to be found in L2 any more; `broken` ones a person may look at."""
+
+    space: Namespace
+    objects: ObjectRows
+    hashes: bytes
+    broken: bool = False
+
+
+class ForgetStored(_Value, frozen=True):
+    """Nothing of this fingerprint is to be found in L2 any more."""
+
+    space: Namespace
+
+
+class ChunkPersisted(_Value, frozen=True):
+    """One chunk of a request is in L2, or never will be."""
+
+    session: str
+    request: str
+    backend: int
+    outcome: IoOutcome
+
+
+IoEffect = Probe | Alarm | Fetch | Persist | Discard | ForgetStored
+Effect = SessionReady | SessionUnready | LeaseRevoked | Answered | ChunkPersisted | IoEffect

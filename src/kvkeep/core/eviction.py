@@ -7,9 +7,10 @@ directory removes all of them or none).
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Protocol
 
-from kvkeep.types import ChunkHash, RowSpec, SlotId
+from kvkeep.types import ChunkHash, Namespace, RowSpec, SlotId
 
 _SEEDS = 8  # how many of the coldest chunks are tried as the middle of a window
 
@@ -19,15 +20,17 @@ class Chunk:
 
     __slots__ = (
         "children",
+        "depth",
         "hash",
         "last_use",
         "linked",
         "parent",
         "queued",
         "rows",
-        "salt",
         "size_bytes",
+        "space",
         "specs",
+        "stored",
     )
 
     def __init__(
@@ -38,18 +41,27 @@ class Chunk:
         rows: tuple[SlotId, ...],
         specs: tuple[RowSpec, ...],
         size_bytes: int,
-        salt: str | None,
+        space: Namespace,
+        depth: int = 0,
+        stored: int = 0,
     ) -> None:
         self.hash = chunk_hash
         self.parent = parent
         self.rows = rows  # row -> slot
         self.specs = specs  # the layout of `rows`; interned, so compared with `is`
         self.size_bytes = size_bytes  # arena bytes of all rows
-        self.salt = salt
+        self.space = space
+        self.depth = depth  # chunks of its prompt before it
+        self.stored = stored  # bit n: backend n has all of it
         self.children = 0  # resident chunks whose parent this is
         self.last_use = 0  # the policy's clock
         self.queued = False  # the policy has it in its queue of candidates
         self.linked = True  # findable; False once dropped while readers remain
+
+    @property
+    def salt(self) -> str | None:
+        """Of its namespace."""
+        return self.space.salt
 
 
 class Space(Protocol):
@@ -87,6 +99,9 @@ class EvictionPolicy(Protocol):
 
     def evict(self, bytes_needed: int, space: Space) -> list[Chunk]:
         """Chunks to remove for one run of `bytes_needed`; empty when no seed leads to one."""
+
+    def coldest(self, most: int, space: Space) -> list[Chunk]:
+        """Up to `most` chunks that would go first; nothing changes."""
 
 
 class PrefixLRU:
@@ -149,6 +164,12 @@ class PrefixLRU:
         for chunk in seeds:
             self._push(chunk)
         return best
+
+    def coldest(self, most: int, space: Space) -> list[Chunk]:
+        chunks = list(islice(self._coldest(space), most))
+        for chunk in chunks:
+            self._push(chunk)
+        return chunks
 
     def _coldest(self, space: Space) -> Iterator[Chunk]:
         """Pop candidates, coldest first; the caller pushes back what stays."""

@@ -5,11 +5,25 @@ know which peer (process) writes for which rank, because staged memory is only r
 process confirmed or is provably gone.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvkeep.core.events import ObjectRows
 from kvkeep.core.eviction import Chunk
-from kvkeep.types import ChunkHash, Fingerprint, LeaseId, PeerId, RowSpec, SlotId
+from kvkeep.types import (
+    ChunkHash,
+    Fingerprint,
+    LeaseId,
+    Namespace,
+    PeerId,
+    RowSpec,
+    SlotId,
+    TicketId,
+)
+
+NO_TICKET = TicketId(0)
+NO_FINGERPRINT = Fingerprint(b"")
 
 
 @dataclass(slots=True)
@@ -36,6 +50,7 @@ class ReadLease:
     chunks: list[Chunk]
     live_ranks: set[int]
     since_s: float
+    ticket: TicketId = NO_TICKET  # the pending lookup it grows for; nobody has seen it yet
 
 
 @dataclass(slots=True)
@@ -47,10 +62,12 @@ class WriteLease:
     request: str
     hash: ChunkHash
     parent: ChunkHash
-    salt: str | None
+    space: Namespace
+    depth: int
     slots: tuple[SlotId, ...]
     writers: tuple[PeerId, ...]
     since_s: float
+    doomed: bool = False  # not to be published: its layout was forgotten meanwhile
 
 
 @dataclass(slots=True)
@@ -60,6 +77,7 @@ class Session:
     id: str
     world: int
     recompute: bool
+    model: str = ""
     scheduler: PeerId | None = None
     workers: dict[int, PeerId] = field(default_factory=dict)
     rows: dict[int, tuple[RowSpec, ...]] = field(default_factory=dict)  # by rank
@@ -71,9 +89,16 @@ class Session:
     staging_bytes: int = 0
     all_rows: tuple[RowSpec, ...] = ()  # rank-major, set when ready
     row_ranks: tuple[int, ...] = ()
+    fingerprint: Fingerprint = NO_FINGERPRINT  # of all ranks, set when ready
+    objects: ObjectRows = field(default_factory=lambda: ObjectRows(1, ()))
     chunk_bytes: int = 0  # rounded bytes of one chunk over all rows
     leading_run: bool = True  # a row needs every chunk, so a hit is the leading resident run
     held: dict[Chunk, int] = field(default_factory=dict)  # chunk -> read leases listing it
+    wanted: Counter[ChunkHash] = field(default_factory=Counter)  # awaited by pending lookups
+
+    def space(self, salt: str | None) -> Namespace:
+        """Where this session's objects under a salt are kept."""
+        return Namespace(self.fingerprint, salt, self.model)
 
     def hold(self, chunks: Sequence[Chunk]) -> None:
         """One more read lease of this session lists these chunks."""

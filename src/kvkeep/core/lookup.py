@@ -19,8 +19,11 @@ class Finder:
     def __init__(self, directory: "Directory") -> None:
         self._d = directory
 
-    def lookup(self, event: ev.Lookup, now_s: float) -> ev.Hit:
-        """Reserve the longest common prefix; one reason for every chunk beyond it."""
+    def lookup(self, event: ev.Lookup, now_s: float) -> ev.Hit | ev.Pending:
+        """Reserve the longest common prefix; one reason for every chunk beyond it.
+
+        Pending when L2 may have more.
+        """
         hashes = self._d.split(event.hashes)
         session = self._d.sessions.get(event.session)
         if session is None or not session.ready:
@@ -32,6 +35,8 @@ class Finder:
             if chunk is not None and chunk.specs is not specs:
                 return self._mismatch(found)
         length = self._usable(session, found)
+        if length < len(hashes) and event.fetch and self._d.limits.backends:
+            return self._d.fetcher.begin(event, session, hashes, now_s)
         fits = self._under_cap(session, found[:length])
         if fits < length and not event.near:  # the answer stands, the reservation comes later
             return ev.Hit(NO_LEASE, length, (), self._reasons(hashes, found, length, length))
@@ -42,13 +47,8 @@ class Finder:
             return ev.Hit(NO_LEASE, 0, (), reasons)
         prefix = found[:fits]
         chunks = [chunk for chunk in prefix if chunk is not None]
-        lease_id = self._reserve(session, event.request, chunks, now_s)
-        columns = [
-            columns_of(self._d, [chunk.rows[row] for chunk in chunks]) for row in range(len(specs))
-        ]
-        if len(chunks) < fits:
-            columns = [_with_holes(column, prefix) for column in columns]
-        return ev.Hit(lease_id, fits, tuple(columns), reasons)
+        lease = self._reserve(session, event.request, chunks, now_s)
+        return answer(self._d, lease, prefix, reasons)
 
     def _mismatch(self, found: list[Chunk | None]) -> ev.Hit:
         """A key of another layout: cannot happen with honest hashes, so nothing is served."""
@@ -80,14 +80,14 @@ class Finder:
 
     def _reserve(
         self, session: Session, request: str, chunks: list[Chunk], now_s: float
-    ) -> LeaseId:
+    ) -> ReadLease:
         self._d.residents.policy.used(chunks)
         self._d.slots.hold([slot for chunk in chunks for slot in chunk.rows])
         session.hold(chunks)
         ranks = set(session.row_ranks)
         lease = ReadLease(LeaseId(self._d.new_id()), session.id, request, chunks, ranks, now_s)
         session.reads_open[lease.id] = lease
-        return lease.id
+        return lease
 
     def _reasons(
         self, hashes: list[ChunkHash], found: list[Chunk | None], hit: int, usable: int
@@ -103,6 +103,22 @@ class Finder:
             first = first or reason
             reasons.append(reason)
         return tuple(reasons)
+
+
+def answer(
+    directory: "Directory",
+    lease: ReadLease,
+    prefix: list[Chunk | None],
+    reasons: tuple[Reason, ...],
+    tiers: bytes = b"",
+) -> ev.Hit:
+    """The hit of a lease that holds every chunk of `prefix`."""
+    chunks = lease.chunks
+    rows = len(chunks[0].rows) if chunks else 0
+    columns = [columns_of(directory, [chunk.rows[row] for chunk in chunks]) for row in range(rows)]
+    if len(chunks) < len(prefix):
+        columns = [_with_holes(column, prefix) for column in columns]
+    return ev.Hit(lease.id, len(prefix), tuple(columns), reasons, tiers)
 
 
 def columns_of(directory: "Directory", slots: list[SlotId]) -> ev.Columns:

@@ -16,6 +16,8 @@ from kvkeep.types import GroupKind, PeerId, Role
 if TYPE_CHECKING:
     from kvkeep.core.directory import Directory
 
+MOST_RANKS = MOST_GROUPS = 1 << 16  # what names and headers of objects have room for
+
 
 class Membership:
     """Join, close and death of connections."""
@@ -37,7 +39,7 @@ class Membership:
             return ev.Joined()
         session = self._d.sessions.get(event.session)
         if session is None:
-            session = Session(event.session, event.world, event.recompute)
+            session = Session(event.session, event.world, event.recompute, event.model)
             self._d.sessions[event.session] = session
         if works:
             self._add_worker(session, event)
@@ -65,6 +67,7 @@ class Membership:
             self._scheduler_left(session, now_s)
         if peer.rank is not None and session.workers.get(peer.rank) == peer_id:
             del session.workers[peer.rank]
+            self._d.fetcher.unready(session)
             if session.recompute:
                 self._end_reads(session, peer.rank)
         if was_ready and not session.ready:
@@ -109,6 +112,10 @@ class Membership:
                 f"session {event.session} has world size {session.world}, this rank says "
                 f"{event.world}: start all ranks with the same parallel configuration"
             )
+        if event.world > MOST_RANKS or any(
+            not 0 <= spec.group < MOST_GROUPS for spec in event.rows
+        ):
+            return f"a session has at most {MOST_RANKS} ranks and {MOST_GROUPS} KV groups"
         if not 0 <= event.rank < event.world:
             return f"rank {event.rank} is outside world size {event.world}"
         if event.role in (Role.WORKER, Role.BOTH) and not (event.rows and event.fingerprint):
@@ -121,6 +128,7 @@ class Membership:
         return None
 
     def _add_worker(self, session: Session, event: ev.Join) -> None:
+        session.model = event.model or session.model
         session.workers[event.rank] = event.peer
         session.rows[event.rank] = event.rows
         session.fingerprints[event.rank] = event.fingerprint
@@ -131,6 +139,7 @@ class Membership:
         rows = tuple(spec for rank in ranks for spec in session.rows[rank])
         row_ranks = tuple(rank for rank in ranks for _ in session.rows[rank])
         if session.all_rows and (rows, row_ranks) != (session.all_rows, session.row_ranks):
+            self._d.fetcher.unready(session)
             self._end_all_reads(session)
             self._lose_writes(session, now_s)
         session.all_rows = self._d.layouts.setdefault(rows, rows)
@@ -139,11 +148,17 @@ class Membership:
         peers = (session.scheduler, *session.workers.values())
         session.writes = all(self._d.peers[peer].writes for peer in peers if peer is not None)
         session.chunk_bytes = sum(rounded(spec.object_bytes) for spec in rows)
-        fingerprint = combine_ranks([session.fingerprints[rank] for rank in ranks])
-        self._d.effects.append(ev.SessionReady(session.id, fingerprint, session.world, rows))
+        places = zip(row_ranks, rows, strict=True)
+        session.objects = self._d.objects[session.all_rows] = ev.ObjectRows(
+            session.world, tuple((rank, spec.group, spec.object_bytes) for rank, spec in places)
+        )
+        session.fingerprint = combine_ranks([session.fingerprints[rank] for rank in ranks])
+        ready = ev.SessionReady(session.id, session.fingerprint, session.world, rows)
+        self._d.effects.append(ready)
 
     def _scheduler_left(self, session: Session, now_s: float) -> None:
         session.scheduler = None
+        self._d.fetcher.unready(session)
         self._lose_writes(session, now_s)
         if session.recompute:
             self._end_all_reads(session)

@@ -5,7 +5,7 @@ chunks; evicting is all or nothing for one run.
 """
 
 from collections import OrderedDict
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 
 from kvkeep.core.eviction import Chunk, EvictionPolicy
 from kvkeep.core.slots import SlotTable
@@ -18,9 +18,13 @@ GHOSTS = 32_768  # evicted chunks whose reason is remembered
 class Residents:
     """Chunks by hash, with the counts that keep a parent longer than its children."""
 
-    def __init__(self, slots: SlotTable, policy: EvictionPolicy) -> None:
+    def __init__(
+        self, slots: SlotTable, policy: EvictionPolicy, evicted: Callable[[Chunk], None]
+    ) -> None:
+        """`evicted` is told of every chunk that leaves to make room."""
         self.slots = slots
         self.policy = policy
+        self.evicted = evicted
         self.index: dict[ChunkHash, Chunk] = {}
         self.unlinked: set[Chunk] = set()  # dropped while somebody still reads
         self.usage_bytes: dict[str | None, int] = {}  # per salt
@@ -108,10 +112,15 @@ class Residents:
         victims = self._victims(size_bytes)
         self._protected = ()
         for chunk in victims:
-            self.evicted_chunks += 1
-            self.evicted_bytes += chunk.size_bytes
-            self.unlink(chunk, Reason.EVICTED)
+            self.evict(chunk)
         return self.slots.stage(size_bytes) if victims else None
+
+    def evict(self, chunk: Chunk) -> None:
+        """An idle chunk leaves L1."""
+        self.evicted_chunks += 1
+        self.evicted_bytes += chunk.size_bytes
+        self.evicted(chunk)
+        self.unlink(chunk, Reason.EVICTED)
 
     def idle(self, chunk: Chunk) -> bool:
         """Nobody reads any of its rows."""

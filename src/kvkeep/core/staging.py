@@ -6,6 +6,8 @@ than L1 keeps its beginning.
 """
 
 from collections import Counter
+from collections.abc import Callable, Container, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvkeep.core import events as ev
@@ -66,11 +68,12 @@ class Stager:
             lease = session.writes_open.get(lease_id) if session else None
             if session is None or lease is None:
                 outcome = CommitOutcome.UNKNOWN_LEASE
-            elif lease.hash in self._d.residents.index:
+            elif lease.doomed or lease.hash in self._d.residents.index:
                 self.finish(session, lease)
                 for slot in lease.slots:
                     self._d.slots.move(slot, SlotState.FREE)
-                outcome = CommitOutcome.ALREADY_RESIDENT
+                gone = CommitOutcome.UNKNOWN_LEASE
+                outcome = gone if lease.doomed else CommitOutcome.ALREADY_RESIDENT
             else:
                 residents = self._d.residents
                 residents.attach(lease.parent)  # before finish() detaches the staged child
@@ -81,9 +84,11 @@ class Stager:
                     rows=lease.slots,
                     specs=session.all_rows,
                     size_bytes=session.chunk_bytes,
-                    salt=lease.salt,
+                    space=lease.space,
+                    depth=lease.depth,
                 )
                 residents.publish(chunk)
+                self._d.persister.committed(chunk, session.id, lease.request)
                 outcome = CommitOutcome.COMMITTED
             outcomes.append(outcome)
             self._d.counters[f"commit_{outcome.name.lower()}"] += 1
@@ -102,6 +107,22 @@ class Stager:
             ended += 1
         self._d.counters["aborted"] += ended
         return ev.Done(ended)
+
+    def take(
+        self, sizes_bytes: Sequence[int], protect: Callable[[], Container[ChunkHash]] = tuple
+    ) -> list[SlotId] | None:
+        """A staged slot per size, evicting idle chunks but never `protect`; or none at all."""
+        taken: list[SlotId] = []
+        for size_bytes in sizes_bytes:
+            slot = self._d.slots.stage(size_bytes)
+            if slot is None:
+                slot = self._d.residents.evict_and_stage(size_bytes, protect())
+            if slot is None:
+                for unused in taken:
+                    self._d.slots.move(unused, SlotState.FREE)
+                return None
+            taken.append(slot)
+        return taken
 
     def lose(self, session: Session, lease: WriteLease, *, confirmed: bool, now_s: float) -> None:
         """End a write lease without publishing."""
@@ -148,19 +169,32 @@ class _Batch:
         parent = item.parent
         refusal: StageOutcome | None = None  # of the item's rest
         self._line.clear()
-        for chunk_hash in self._d.split(item.hashes):
+        space = self._session.space(item.salt)
+        for depth, chunk_hash in enumerate(self._d.split(item.hashes), start=item.first):
             outcome = self._known(chunk_hash)
             if outcome is None:
                 outcome = refusal
             if outcome is None and self._chunks_left <= 0:
                 outcome = refusal = StageOutcome.OVER_CAP
             if outcome is None:
-                slots = self._take(parent)
+                slots = self._d.stager.take(self._sizes, partial(self._ancestors, parent))
                 if slots is None:
                     outcome = refusal = StageOutcome.NO_ROOM
                 else:
                     outcome = StageOutcome.GRANTED
-                    self._grant(item, chunk_hash, parent, slots)
+                    lease = WriteLease(
+                        LeaseId(self._d.new_id()),
+                        self._session.id,
+                        item.request,
+                        chunk_hash,
+                        parent,
+                        space,
+                        depth,
+                        tuple(slots),
+                        self._writers,
+                        self._now_s,
+                    )
+                    self._grant(lease)
             self.outcomes.append(outcome)
             parent = chunk_hash
             if self._line:
@@ -170,7 +204,10 @@ class _Batch:
         """How many chunks the bounds on staged bytes still allow."""
         limits, session = self._d.limits, self._session
         cap = limits.staging_fraction * self._d.arena.populated_bytes
-        all_left = cap - sum(self._d.slots.bytes_in[state] for state in _NOT_PUBLISHED)
+        not_published = sum(self._d.slots.bytes_in[state] for state in _NOT_PUBLISHED)
+        all_left = cap - (
+            not_published - self._d.fetcher.flights.staged_bytes
+        )  # fetches: a bound of theirs
         mine_left = cap * limits.session_staging_fraction - session.staging_bytes
         return int(min(all_left, mine_left) // session.chunk_bytes)
 
@@ -181,45 +218,21 @@ class _Batch:
             if chunk.specs is not self._session.all_rows:
                 return StageOutcome.LAYOUT_MISMATCH
             self._d.residents.policy.used((chunk,))
+            self._d.persister.stored_again(chunk, self._session.id)
             return StageOutcome.RESIDENT
+        if self._d.fetcher.flights.coming(chunk_hash):
+            return StageOutcome.IN_PROGRESS
         other = self._latest.get(chunk_hash)
         if other is not None and self._now_s - other.since_s < self._d.limits.in_progress_after_s:
             return StageOutcome.IN_PROGRESS
         return None
 
-    def _take(self, parent: ChunkHash) -> list[SlotId] | None:
-        """A staged slot per row, or none at all."""
-        taken: list[SlotId] = []
-        for size_bytes in self._sizes:
-            slot = self._d.slots.stage(size_bytes)
-            if slot is None:
-                slot = self._d.residents.evict_and_stage(size_bytes, self._ancestors(parent))
-            if slot is None:
-                for unused in taken:
-                    self._d.slots.move(unused, SlotState.FREE)
-                return None
-            taken.append(slot)
-        return taken
-
-    def _grant(
-        self, item: ev.StageItem, chunk_hash: ChunkHash, parent: ChunkHash, slots: list[SlotId]
-    ) -> None:
+    def _grant(self, lease: WriteLease) -> None:
         session = self._session
-        lease = WriteLease(
-            LeaseId(self._d.new_id()),
-            session.id,
-            item.request,
-            chunk_hash,
-            parent,
-            item.salt,
-            tuple(slots),
-            self._writers,
-            self._now_s,
-        )
         session.writes_open[lease.id] = lease
         session.staging_bytes += session.chunk_bytes
-        self._latest[chunk_hash] = lease
-        self._d.residents.attach(parent)
+        self._latest[lease.hash] = lease
+        self._d.residents.attach(lease.parent)
         self.granted.append(lease)
         self._chunks_left -= 1
 

@@ -16,6 +16,7 @@ from kvkeep.metrics import exposition
 from kvkeep.server.service import Service
 
 _BACKLOG = 128
+_L2_SHOWN = ("name", "state", "why", "stuck", "scanned")  # of each store, in readiness
 
 
 def bind(config: HttpConfig) -> socket.socket:
@@ -43,13 +44,15 @@ def application(service: Service) -> Starlette:
         return JSONResponse({"status": "ok"})
 
     async def readyz(_: Request) -> Response:
-        l1 = service.status()["l1"]
+        status = service.status()
+        l1 = status["l1"]
         ready = l1["populated_bytes"] > 0
         body = {
             "ready": ready,
             "populated_bytes": l1["populated_bytes"],
             "capacity_bytes": l1["capacity_bytes"],
-            "problems": sorted(service.problems.values()),
+            "l2": [{key: store[key] for key in _L2_SHOWN} for store in status["l2"]],
+            "problems": status["problems"],
         }
         return JSONResponse(body, status_code=200 if ready else 503)
 

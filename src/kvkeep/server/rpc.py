@@ -14,7 +14,8 @@ from typing import cast
 from kvkeep import shm
 from kvkeep.config import LimitsConfig
 from kvkeep.errors import ProtocolError
-from kvkeep.server.service import Log, Service
+from kvkeep.server.overview import Log
+from kvkeep.server.service import Service
 from kvkeep.types import PeerId
 from kvkeep.wire import messages as m
 from kvkeep.wire.framing import client_frames, encode

@@ -5,26 +5,32 @@ was opened is closed in reverse.
 """
 
 import asyncio
+import contextlib
 import gc
 import resource
 import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from kvkeep.config import Config
+from kvkeep.backends import registry
+from kvkeep.backends.checked import Store
+from kvkeep.backends.guarded import GuardSettings
+from kvkeep.config import Config, L2Config
+from kvkeep.core import events as ev
 from kvkeep.core.directory import Directory, Limits
 from kvkeep.core.eviction import POLICIES
 from kvkeep.errors import MemoryRefused
 from kvkeep.limits import memory_budget, parse_nodes, resolve_l1_size
 from kvkeep.server import http
 from kvkeep.server.endpoint import Endpoint
+from kvkeep.server.io import Io
 from kvkeep.server.logs import EventLog
 from kvkeep.server.rpc import ControlServer
 from kvkeep.server.service import Service
 from kvkeep.shm import GenerationTable, SharedArena
-from kvkeep.types import Epoch, printable
+from kvkeep.types import Epoch, StorePolicy, printable
 
 TICK_S = 0.25
 LOOK_S = 2.0  # between looks whether the socket file is still there
@@ -48,7 +54,9 @@ def serve(config: Config) -> None:
         )
         slots = min(config.l1.max_objects, capacity // _SMALLEST_OBJECT_BYTES)
         table = GenerationTable(slots)
-        uvloop.run(Server(config, log, endpoint, (arena, table)).run(http_socket))
+        stores = registry.stores(config.l2.backends, settings=_guard(config.l2), log=log)
+        io = Io(stores, arena.view, clock=time.monotonic, log=log)
+        uvloop.run(Server(config, log, endpoint, (arena, table), io=io).run(http_socket))
     finally:
         endpoint.close()
 
@@ -62,16 +70,19 @@ class Server:
         log: EventLog,
         endpoint: Endpoint,
         memory: tuple[SharedArena, GenerationTable],
+        *,
+        io: Io,
     ) -> None:
         self._config = config
         self._log = log
         self._endpoint = endpoint
         self._arena, self._table = memory
+        self._io = io
         self.service = Service(
             Directory(
                 self._table.words,
                 new_id=_random_id,
-                limits=_limits(config),
+                limits=_limits(config, io.stores),
                 policy=POLICIES[config.policy.eviction](),
             ),
             epoch=Epoch(_random_id()),
@@ -79,11 +90,13 @@ class Server:
             clock=time.monotonic,
             log=log,
             wall_clock=time.time,
+            io=io,
         )
 
     async def run(self, http_socket: socket.socket | None) -> None:
-        """Serve until a signal."""
+        """Serve until a signal. Raises BackendError when a backend cannot be opened."""
         loop = asyncio.get_running_loop()
+        await self._io.open()
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
@@ -107,7 +120,9 @@ class Server:
         gc.freeze()
         await stop.wait()
         self._log("stopping")
+        stop.clear()
         control.stop()
+        await self._drain(stop)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -115,7 +130,23 @@ class Server:
             web_task.remove_done_callback(self.http_ended)
             web.should_exit = True
             await asyncio.gather(web_task, return_exceptions=True)
+        await self._io.close()
         self._log("stopped")
+
+    async def _drain(self, stop: asyncio.Event) -> None:
+        """Persist what L2 does not have yet; a second signal ends that."""
+        persister = self.service.directory.persister
+        self.service.apply(ev.Drain())
+        until_s = time.monotonic() + self._config.l2.drain_s
+        said_s = 0.0
+        while not persister.idle and not stop.is_set() and time.monotonic() < until_s:
+            if time.monotonic() - said_s >= 1.0:
+                said_s = time.monotonic()
+                self._log("draining", queued_bytes=persister.queued_bytes)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), 0.05)
+        if not persister.idle:
+            self._log.warn("not_drained", queued_bytes=persister.queued_bytes)
 
     async def _populate(self) -> None:
         """Allocate the arena step by step; capacity grows as it goes."""
@@ -164,6 +195,7 @@ class Server:
             "socket": self._endpoint.path,
             "http": f"http://{address[0]}:{address[1]}" if address else "off",
             "l1_bytes": self._arena.size_bytes,
+            "l2": " ".join(store.url for store in self._io.stores) or "off",
             "epoch": f"{self.service.epoch:016x}",
         }
 
@@ -185,13 +217,33 @@ class Progress:
             self._log(name, percent=100 * done // self._total, bytes=done)
 
 
-def _limits(config: Config) -> Limits:
+def _limits(config: Config, backends: Sequence[Store]) -> Limits:
     return Limits(
         staging_fraction=config.l1.staging_fraction,
         session_staging_fraction=config.l1.session_staging_fraction,
         session_reserve_fraction=config.l1.session_reserve_fraction,
         in_progress_after_s=config.limits.inprogress_after_s,
         quarantine_s=config.limits.gpu_quarantine_s,
+        backends=len(backends),
+        lookup_wait_s=config.l2.lookup_wait_s,
+        fetch_fraction=config.l2.fetch_fraction,
+        fetch_bytes=config.l2.fetch_bytes,
+        fetches_per_backend=config.l2.fetches,
+        persists_per_backend=config.l2.persists,
+        persist_queue_bytes=config.l2.persist_queue_bytes,
+        persist_tries=config.l2.persist_tries,
+        low_water_fraction=config.l2.low_water_fraction,
+        store_policy=StorePolicy(config.l2.policy),
+    )
+
+
+def _guard(l2: L2Config) -> GuardSettings:
+    return GuardSettings(
+        get_timeout_s=l2.get_timeout_s,
+        put_timeout_s=l2.put_timeout_s,
+        breaker_failures=l2.breaker_failures,
+        breaker_open_s=l2.breaker_open_s,
+        breaker_open_most_s=l2.breaker_open_most_s,
     )
 
 

@@ -5,6 +5,7 @@ their session. Names and events come from clients: they are kept without control
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -28,6 +29,8 @@ class Record:
     prompt_tokens: int = 0
     hit_chunks: int = 0
     reasons: bytes = b""
+    tiers: bytes = b""  # of each chunk of the hit: 0 for L1, n for the n-th backend
+    chunk_tokens: int = 0  # 0: unknown
     device_tokens: int = 0
     loaded_tokens: int = 0
     saved_ms: float | None = None
@@ -39,6 +42,16 @@ class Record:
         if len(self.events) >= _EVENTS_PER_REQUEST:
             self.events.pop()
         self.events.append((now_s - self.since_s, _name(text)))
+
+    def count(self, now_s: float, what: str) -> None:
+        """One more of `what`; consecutive ones share an event."""
+        last = self.events[-1][1] if self.events else ""
+        number = last.removesuffix(f" {_name(what)}")
+        if number != last and number.isdigit():
+            self.events.pop()
+            self.add(now_s, f"{int(number) + 1} {what}")
+        else:
+            self.add(now_s, f"1 {what}")
 
 
 class Timeline:
@@ -58,16 +71,27 @@ class Timeline:
                 self._records.popitem(last=False)
         return record
 
-    def explain(self, request: str) -> dict[str, Any]:
+    def known(self, session: str, request: str) -> Record | None:
+        """The request's record, if it is remembered."""
+        return self._records.get((_name(session), _name(request)))
+
+    def explain(self, request: str, backends: Sequence[str] = ()) -> dict[str, Any]:
         """The answer of `kvkeep explain --json`; "" means the newest request.
 
         A unique beginning of an id will do. Raises KeyError with a sentence otherwise.
         """
         record = self._find(request)
         chunks: list[dict[str, Any]] = [
-            {"index": i, "outcome": "hit", "tier": Tier.L1.value, "reason": None, "detail": ""}
-            for i in range(record.hit_chunks)
+            {
+                "index": i,
+                "outcome": "hit",
+                "tier": f"{Tier.L2.value}:{backends[tier - 1]}" if tier else Tier.L1.value,
+                "reason": None,
+                "detail": "",
+            }
+            for i, tier in enumerate(record.tiers)
         ]
+        from_l2 = _tokens_from_l2(record, backends)
         for index, code in enumerate(record.reasons, start=record.hit_chunks):
             reason = Reason(code)
             chunks.append(
@@ -84,7 +108,11 @@ class Timeline:
             "session": record.session,
             "at": datetime.fromtimestamp(record.at_s, UTC).isoformat(timespec="milliseconds"),
             "prompt_tokens": record.prompt_tokens,
-            "hit_tokens": {"device": record.device_tokens, "l1": record.loaded_tokens, "l2": {}},
+            "hit_tokens": {
+                "device": record.device_tokens,
+                "l1": record.loaded_tokens - sum(from_l2.values()),
+                "l2": from_l2,
+            },
             "computed_tokens": _computed_tokens(record),
             "chunks": chunks,
             "timeline": [{"t_ms": round(t * 1e3, 3), "event": e} for t, e in record.events],
@@ -124,6 +152,19 @@ def _not_found(request: str, found: list[str], known: int) -> str:
         f"{len(found)} requests of the last {known} begin with {start}: type more of it "
         f"(newest first: {', '.join(found[:_NAMED])}{more})"
     )
+
+
+def _tokens_from_l2(record: Record, backends: Sequence[str]) -> dict[str, int]:
+    """Of the loaded tokens, those whose chunks came from each backend for this request."""
+    start = record.device_tokens
+    end, size = start + record.loaded_tokens, record.chunk_tokens
+    tokens: dict[str, int] = {}
+    for index, tier in enumerate(record.tiers if size else b""):
+        overlap = min(end, (index + 1) * size) - max(start, index * size)
+        if tier and overlap > 0:
+            name = backends[tier - 1]
+            tokens[name] = tokens.get(name, 0) + overlap
+    return tokens
 
 
 def _computed_tokens(record: Record) -> int | None:

@@ -11,7 +11,7 @@ from kvkeep.types import EndOutcome, GroupKind, Role, RowSpec
 
 __all__ = ["Columns", "GroupKind", "RowSpec"]
 
-VERSIONS = (1,)  # protocol versions this build speaks, newest first
+VERSIONS = (2, 1)  # protocol versions this build speaks, newest first; 1 knows no pending lookup
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -38,10 +38,15 @@ class Hello(_Message, frozen=True, tag="hello"):
     wants_arena: bool = True
     confirms: int = 0
     client: str = ""  # e.g. "kvkeep 0.1.0 vllm 0.32.0"
+    chunk_tokens: int = 0  # 0: unknown; only for what people see
 
 
 class Lookup(_Message, frozen=True, tag="lookup"):
-    """Call: find and reserve. Answer: Found."""
+    """Call: find and reserve. Answer: Found, or Pending and later the push Resolved.
+
+    `wait_ms`: how long it may wait for L2; negative: as long as the server is set to. `fetch`
+    False: only what is in L1 now.
+    """
 
     seq: int
     request: str
@@ -49,15 +54,24 @@ class Lookup(_Message, frozen=True, tag="lookup"):
     salt: str | None = None
     near: bool = True
     prompt_tokens: int = 0
+    fetch: bool = True
+    wait_ms: float = -1.0
+
+
+class Cancel(_Message, frozen=True, tag="cancel"):
+    """Notice: nobody waits for this pending lookup any more; what it reserved is given back."""
+
+    ticket: int
 
 
 class StageItem(_Message, frozen=True):
-    """Consecutive chunks of one request."""
+    """Consecutive chunks of one request; `first` chunks of its prompt come before them."""
 
     request: str
     parent: bytes
     hashes: bytes
     salt: str | None = None
+    first: int = 0
 
 
 class Stage(_Message, frozen=True, tag="stage"):
@@ -100,6 +114,12 @@ class Drop(_Message, frozen=True, tag="drop"):
     hashes: bytes
 
 
+class Forget(_Message, frozen=True, tag="forget"):
+    """Call: nobody may find anything of this session's layout any more. Answer: Forgotten."""
+
+    seq: int
+
+
 class Note(_Message, frozen=True, tag="note"):
     """Notice: one line for the timeline of a request."""
 
@@ -115,7 +135,10 @@ class Ping(_Message, frozen=True, tag="ping"):
 
 
 class Query(_Message, frozen=True, tag="query"):
-    """Call by an operator: `what` is status, leases, explain or clear. Answer: Answer."""
+    """Call by an operator: status, leases, explain, clear or wait_persisted. Answer: Answer.
+
+    The answer of wait_persisted (argument: seconds) comes when nothing waits for L2 any more.
+    """
 
     seq: int
     what: str
@@ -126,7 +149,9 @@ class Bye(_Message, frozen=True, tag="bye"):
     """Notice before a clean end: this process has unmapped the arena."""
 
 
-ClientMessage = Hello | Lookup | Stage | Commit | Abort | End | Drop | Note | Ping | Query | Bye
+ClientMessage = (
+    Hello | Lookup | Cancel | Stage | Commit | Abort | End | Drop | Forget | Note | Ping | Query | Bye
+)  # fmt: skip
 
 # ---- server to client
 
@@ -143,6 +168,7 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     has_arena: bool
     writable: bool
     server: str = ""
+    backends: tuple[str, ...] = ()  # names of L2 backends; a tier n > 0 is the n-th of them
 
 
 class Refused(_Message, frozen=True, tag="refused"):
@@ -152,13 +178,24 @@ class Refused(_Message, frozen=True, tag="refused"):
 
 
 class Found(_Message, frozen=True, tag="found"):
-    """Answer to Lookup, final. One Columns per row; one reason byte per chunk beyond the hit."""
+    """Answer to Lookup, final. One Columns per row; one reason byte per chunk beyond the hit.
+
+    `tiers`: one byte per chunk of the hit, where it came from: 0 is L1, n the n-th backend.
+    """
 
     seq: int
     lease: int
     chunks: int
     columns: tuple[Columns, ...]
     reasons: bytes
+    tiers: bytes = b""
+
+
+class Pending(_Message, frozen=True, tag="pending"):
+    """Answer to Lookup: L2 may have more. Resolved with this ticket is pushed later."""
+
+    seq: int
+    ticket: int
 
 
 class Granted(_Message, frozen=True, tag="granted"):
@@ -176,6 +213,13 @@ class Committed(_Message, frozen=True, tag="committed"):
 
     seq: int
     outcomes: bytes
+
+
+class Forgotten(_Message, frozen=True, tag="forgotten"):
+    """Answer to Forget: so many chunks were in L1."""
+
+    seq: int
+    chunks: int
 
 
 class Pong(_Message, frozen=True, tag="pong"):
@@ -218,6 +262,17 @@ class Grown(_Message, frozen=True, tag="grown"):
     populated_bytes: int
 
 
+class Resolved(_Message, frozen=True, tag="resolved"):
+    """Push: the final answer of a pending lookup, with the fields of Found."""
+
+    ticket: int
+    lease: int
+    chunks: int
+    columns: tuple[Columns, ...]
+    reasons: bytes
+    tiers: bytes = b""
+
+
 class Revoked(_Message, frozen=True, tag="revoked"):
     """Push: this read lease ended against the reader's will."""
 
@@ -231,6 +286,6 @@ class Problem(_Message, frozen=True, tag="problem"):
 
 
 ServerMessage = (
-    Welcome | Refused | Found | Granted | Committed | Pong | Answer | Failed | Ready | Unready
-    | Grown | Revoked | Problem
+    Welcome | Refused | Found | Pending | Granted | Committed | Forgotten | Pong | Answer | Failed
+    | Ready | Unready | Grown | Resolved | Revoked | Problem
 )  # fmt: skip

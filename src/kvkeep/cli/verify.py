@@ -1,0 +1,181 @@
+"""`kvkeep verify`: reads every object of an `fs` L2 and says which are not what they claim to be.
+
+Takes no lock and needs no server: it can run beside one. Each file is compared with its own name
+and place, its own header and its checksum. An object that leaves while the scrub looks at it is
+no error. With `quarantine`, broken ones are set aside; a running server notices by itself.
+"""
+
+import mmap
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from kvkeep.backends.base import ABSENT, HEADER_BYTES, PAGE_BYTES
+from kvkeep.backends.fs_files import Direct, Files, set_aside
+from kvkeep.backends.fs_place import IDENTITY, Place
+from kvkeep.backends.fs_scan import Found, listing, object_path, shards
+from kvkeep.backends.header import HeaderProblem, checksum, decode, size_problem
+from kvkeep.backends.registry import BackendUrl
+from kvkeep.cli.progress import progress
+from kvkeep.cli.settings import print_json
+from kvkeep.errors import BackendError
+from kvkeep.limits import format_bytes
+
+VANISHED = "vanished"
+_LEAST_BUFFER_BYTES = 8 << 20
+_LOOKS = 4  # at one file, while a server replaces it
+
+Say = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Report:
+    """What a scrub found."""
+
+    backend: str
+    objects: int = 0
+    bytes: int = 0
+    broken: list[dict[str, str]] = field(default_factory=list)
+    foreign_files: int = 0
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For --json."""
+        return {
+            "backend": self.backend,
+            "objects": self.objects,
+            "bytes": self.bytes,
+            "broken": self.broken,
+            "foreign_files": self.foreign_files,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def run(url_text: str, *, quarantine: bool = False, as_json: bool = False) -> int:
+    """The command: scrub with progress, print, and return the exit code. Raises KVKeepError."""
+    with progress() as say:
+        report = scrub(url_text, quarantine=quarantine, say=say)
+    if as_json:
+        print_json(report.as_dict())
+    else:
+        _show(report)
+    return 1 if report.broken else 0
+
+
+def scrub(url_text: str, *, quarantine: bool, say: Say) -> Report:
+    """Read all of the L2 at the URL, or in the plain directory. Raises KVKeepError.
+
+    `quarantine` moves what is broken aside.
+    """
+    is_url = "://" in url_text
+    url = BackendUrl(url_text if is_url else f"fs://{quote(str(Path(url_text).absolute()))}")
+    if url.scheme != "fs":
+        raise BackendError(f"{url.public}: only fs can be verified; name an fs:// URL")
+    place = _opened(Path(url.path))
+    started = time.monotonic()
+    report = Report(url.name)
+    try:
+        _scrub(place, report, quarantine=quarantine, say=say)
+    except OSError as error:
+        raise BackendError(f"{place.root} cannot be read to its end: {error}") from error
+    report.seconds = time.monotonic() - started
+    return report
+
+
+def _show(report: Report) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from kvkeep.cli.show import PIPE_COLUMNS
+
+    # In a pipe there is no width: lines that wrap would break what people grep for.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+    if report.broken:
+        table = Table("broken", "why", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        for row in report.broken:
+            table.add_row(Text(row["path"], overflow="fold"), Text(row["why"], style="red"))
+        console.print(table)
+    foreign = f", {report.foreign_files} foreign files" if report.foreign_files else ""
+    console.print(
+        f"{report.objects} objects, {format_bytes(report.bytes)} read in {report.seconds:.1f} s: "
+        f"{len(report.broken)} broken{foreign}"
+    )
+
+
+def _opened(root: Path) -> Place:
+    try:
+        place = Place(root, os.open(root, os.O_RDONLY | os.O_DIRECTORY))
+        os.stat(IDENTITY, dir_fd=place.fd)
+    except FileNotFoundError as error:
+        raise BackendError(
+            f"{root} is no L2 of kvkeep: it has no {IDENTITY}; name the directory of an fs:// URL"
+        ) from error
+    except OSError as error:
+        raise BackendError(f"{root} cannot be opened: {error.strerror}") from error
+    return place
+
+
+def _scrub(place: Place, report: Report, *, quarantine: bool, say: Say) -> None:
+    scrubber = _Scrubber(place)
+    folders, report.foreign_files = shards(place)
+    for number, (label, shard) in enumerate(folders):
+        listed = listing(place, label, shard)
+        report.foreign_files += listed.foreign
+        for found in listed.found:
+            percent = 100 * number // len(folders)
+            say(f"{percent} %: {report.objects} objects, {format_bytes(report.bytes)}")
+            why = scrubber.problem(label, found)
+            if why == VANISHED:
+                continue
+            report.objects += 1
+            report.bytes += found.size
+            if why is not None:
+                path = object_path(label, found.key)
+                report.broken.append({"path": path, "why": why})
+                if quarantine:
+                    set_aside(place, path)
+
+
+class _Scrubber:
+    """Reads one object at a time into the same memory."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._files = Files(Direct.AUTO)
+        self._memory = memoryview(mmap.mmap(-1, _LEAST_BUFFER_BYTES))
+
+    def problem(self, label: str, found: Found) -> str | None:
+        """What is wrong with a file, as one word; None when it is sound."""
+        path = object_path(label, found.key)
+        length = max(0, found.size - HEADER_BYTES)
+        size = ABSENT
+        for _ in range(_LOOKS):
+            header, payload = self._room_for(length)
+            size = self._files.read(self._place, path, (header, payload), length, value_ns=None)
+            if size in (length, ABSENT):
+                break
+            length = size  # replaced since it was listed
+        if size == ABSENT:
+            return VANISHED
+        page = decode(header)
+        if isinstance(page, HeaderProblem):
+            return (page if size > 0 else HeaderProblem.TRUNCATED).value
+        if page.key != found.key or page.label != label:
+            return HeaderProblem.WRONG_KEY.value
+        wrong = size_problem(page, size)
+        if wrong is None and (size != length or checksum(payload[:length]) != page.checksum):
+            wrong = HeaderProblem.PAYLOAD_CHECKSUM
+        return None if wrong is None else wrong.value
+
+    def _room_for(self, length: int) -> tuple[memoryview, memoryview]:
+        needed = HEADER_BYTES + -(-length // PAGE_BYTES) * PAGE_BYTES
+        if needed > len(self._memory):
+            self._memory = memoryview(mmap.mmap(-1, needed))
+        return self._memory[:HEADER_BYTES], self._memory[HEADER_BYTES:needed]

@@ -1,0 +1,191 @@
+"""Carries out what the core decided about L2: questions, fetches, persists, deletions, alarms.
+
+Decides nothing. Each effect becomes one call of a store, and its end one event. Memory handed to a
+store stays the transfer's until its I/O has really returned: after a deadline the core is told that
+it is late, and only later that it is over.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+from kvkeep.backends.base import PAGE_BYTES
+from kvkeep.backends.breaker import State
+from kvkeep.backends.checked import Store, Wanted
+from kvkeep.backends.guarded import Late
+from kvkeep.core import events as ev
+from kvkeep.errors import BackendError
+from kvkeep.server.overview import Log
+from kvkeep.types import HASH_BYTES, ChunkHash, IoOutcome, ObjectKey
+
+Apply = Callable[[ev.Event], ev.Reply]
+
+
+class Io:
+    """The stores of one server and what is under way to and from them."""
+
+    def __init__(
+        self, stores: Sequence[Store], arena: memoryview, *, clock: Callable[[], float], log: Log
+    ) -> None:
+        """`arena`: all of L1. `clock`: the one the core's times come from."""
+        self.stores = list(stores)
+        self._arena = arena
+        self._clock = clock
+        self._log = log
+        self._apply: Apply
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def attach(self, apply: Apply) -> None:
+        """Where events go; once, before the first effect."""
+        self._apply = apply
+
+    async def open(self) -> None:
+        """Open every store, or none. Raises BackendError."""
+        opened: list[Store] = []
+        try:
+            for store in self.stores:
+                await store.open()
+                opened.append(store)
+        except BackendError:
+            for store in opened:
+                await store.close()
+            raise
+
+    async def close(self) -> None:
+        """End every store; I/O that hangs is left behind."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*[store.close() for store in self.stores])
+
+    def carry_out(self, effect: ev.IoEffect) -> None:
+        """Begin it. An answer that is there at once is applied before this returns."""
+        match effect:
+            case ev.Probe():
+                self._probe(effect)
+            case ev.Alarm():
+                delay_s = max(0.0, effect.at_s - self._clock())
+                loop = asyncio.get_running_loop()
+                loop.call_later(delay_s, self._apply, ev.Expire(effect.ticket))
+            case ev.Fetch():
+                self._spawn(self._fetch(effect), lambda: ev.Fetched(effect.id, _failed(effect)))
+            case ev.Persist():
+                self._spawn(self._persist(effect), lambda: ev.Persisted(effect.id, _failed(effect)))
+            case ev.Discard():
+                self._spawn(self._discard(effect))
+            case ev.ForgetStored():
+                self._spawn(self._forget(effect))
+
+    # ---- questions
+
+    def _probe(self, effect: ev.Probe) -> None:
+        keys = _keys(effect.objects, effect.hashes)
+        answers = [store.contains(effect.space, keys) for store in self.stores]
+        if any(isinstance(answer, Awaitable) for answer in answers):
+            failed = ev.Probed(effect.ticket, (0,) * (len(effect.hashes) // HASH_BYTES), ~0)
+            self._spawn(self._probe_later(effect, answers), lambda: failed)
+        else:
+            self._probed(effect, [a for a in answers if not isinstance(a, Awaitable)])
+
+    async def _probe_later(
+        self, effect: ev.Probe, answers: list[Sequence[bool] | Awaitable[Sequence[bool]]]
+    ) -> None:
+        """Ask those that need time all at once."""
+        slow = [a for a in answers if isinstance(a, Awaitable)]
+        told = iter(await asyncio.gather(*slow))
+        self._probed(effect, [next(told) if isinstance(a, Awaitable) else a for a in answers])
+
+    def _probed(self, effect: ev.Probe, answers: Sequence[Sequence[bool]]) -> None:
+        """A backend holds a chunk when it has the object of every row."""
+        rows, chunks = len(effect.objects.rows), len(effect.hashes) // HASH_BYTES
+        holders = [0] * chunks
+        down = 0
+        for number, (store, held) in enumerate(zip(self.stores, answers, strict=True)):
+            if store.health().state is not State.CLOSED:
+                down |= 1 << number
+            for chunk in range(chunks) if True in held else ():
+                if all(held[chunk * rows : (chunk + 1) * rows]):
+                    holders[chunk] |= 1 << number
+        self._apply(ev.Probed(effect.ticket, tuple(holders), down))
+
+    # ---- transfers
+
+    async def _fetch(self, effect: ev.Fetch) -> None:
+        try:
+            outcomes = await self.stores[effect.backend].get(self._wanted(effect))
+        except Late as late:
+            self._apply(ev.FetchLate(effect.id))
+            await asyncio.wait([late.settled])
+            outcomes = [IoOutcome.TIMEOUT] * len(effect.offsets)
+        self._apply(ev.Fetched(effect.id, tuple(outcomes)))
+
+    async def _persist(self, effect: ev.Persist) -> None:
+        store = self.stores[effect.backend]
+        there = store.contains(effect.space, _keys(effect.objects, effect.chunk))
+        if isinstance(there, Awaitable):
+            there = await there
+        outcomes: Sequence[IoOutcome] = [IoOutcome.OK] * len(effect.offsets)
+        if not all(there):
+            try:
+                outcomes = await store.put(self._wanted(effect))
+            except Late as late:
+                await asyncio.wait([late.settled])
+                outcomes = [IoOutcome.TIMEOUT] * len(effect.offsets)
+        self._apply(ev.Persisted(effect.id, tuple(outcomes)))
+
+    async def _discard(self, effect: ev.Discard) -> None:
+        keys = _keys(effect.objects, effect.hashes)
+        for store in self.stores:
+            try:
+                await store.delete(effect.space, keys, broken=effect.broken)
+            except BackendError as error:
+                self._log("l2_delete_failed", level="warning", backend=store.name, why=str(error))
+
+    async def _forget(self, effect: ev.ForgetStored) -> None:
+        for store in self.stores:
+            try:
+                await store.forget(effect.space)
+            except BackendError as error:
+                self._log("l2_forget_failed", level="warning", backend=store.name, why=str(error))
+
+    def _wanted(self, effect: ev.Transfer) -> list[Wanted]:
+        """The arena's memory for each object of the chunk, in whole pages."""
+        wanted: list[Wanted] = []
+        for key, (_, _, length), offset in zip(
+            _keys(effect.objects, effect.chunk), effect.objects.rows, effect.offsets, strict=True
+        ):
+            end = offset + -(-length // PAGE_BYTES) * PAGE_BYTES
+            payload = self._arena[offset:end]
+            wanted.append(Wanted(effect.space, key, payload, length, effect.depth))
+        return wanted
+
+    # ---- tasks
+
+    def _spawn(
+        self,
+        work: Coroutine[Any, Any, None],
+        otherwise: Callable[[], ev.Event] | None = None,
+    ) -> None:
+        """Run in the background. `otherwise`: what to tell the core if it breaks (our bug)."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if task.cancelled() or task.exception() is None:
+                return
+            self._log("io_broken", level="error", why=repr(task.exception()))
+            if otherwise is not None:
+                self._apply(otherwise())
+
+        task.add_done_callback(ended)
+
+
+def _keys(objects: ev.ObjectRows, hashes: bytes) -> list[ObjectKey]:
+    """The object keys of packed chunk hashes, chunk by chunk, row by row."""
+    chunks = [ChunkHash(hashes[i : i + HASH_BYTES]) for i in range(0, len(hashes), HASH_BYTES)]
+    world, rows = objects.world, objects.rows
+    return [ObjectKey(chunk, world, rank, group) for chunk in chunks for rank, group, _ in rows]
+
+
+def _failed(effect: ev.Transfer) -> tuple[IoOutcome, ...]:
+    return (IoOutcome.ERROR,) * len(effect.offsets)

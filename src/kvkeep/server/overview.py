@@ -1,0 +1,190 @@
+"""What people see of a server: its status, its leases, its counters, and what is wrong with it.
+
+Reads the core's state and the stores'; decides nothing and changes nothing.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import ceil
+from typing import Any, Protocol
+
+from kvkeep import __version__
+from kvkeep.core.directory import Directory
+from kvkeep.core.leases import ReadLease, Session, WriteLease
+from kvkeep.limits import format_bytes
+from kvkeep.types import Epoch, PeerId, SlotState, printable
+from kvkeep.wire import messages as m
+
+LEASE_WARN_S = 300.0  # a lease older than this is marked in `kvkeep leases`; nothing is freed
+_TOO_LARGE = "chunk_too_large "  # problems of a session are filed under this and its id
+
+
+class Log(Protocol):
+    """One line per change of state."""
+
+    def __call__(self, event: str, **fields: object) -> None:
+        """Write the event with its fields; the field `level` is the line's level."""
+
+
+class Connected(Protocol):
+    """One connection, as far as people see it."""
+
+    session: str
+    pid: int | None
+    hello: m.Hello
+    max_wait_ms: float
+
+
+class Overview:
+    """The answers of `kvkeep status` and `kvkeep leases`, and the list of problems."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        clients: Mapping[PeerId, Connected],
+        *,
+        epoch: Epoch,
+        capacity_bytes: int,
+        clock: Callable[[], float],
+        log: Log,
+        stores: Callable[[], Sequence[dict[str, Any]]],
+    ) -> None:
+        """`stores`: one status of each L2 store, now."""
+        self.problems: dict[str, str] = {}
+        self._d = directory
+        self._clients = clients
+        self._epoch = epoch
+        self._capacity_bytes = capacity_bytes
+        self._clock = clock
+        self._log = log
+        self._stores = stores
+        self._started_s = clock()
+
+    def status(self) -> dict[str, Any]:
+        """The answer of `kvkeep status --json`."""
+        d = self._d
+        sessions = d.sessions.values()
+        return {
+            "version": __version__,
+            "epoch": f"{self._epoch:016x}",
+            "uptime_s": round(self._clock() - self._started_s, 3),
+            "l1": {
+                "capacity_bytes": self._capacity_bytes,
+                "populated_bytes": d.arena.populated_bytes,
+                "free_bytes": d.arena.free_bytes,
+                "staging_bytes": d.slots.bytes_in[SlotState.STAGING],
+                "resident_bytes": d.slots.bytes_in[SlotState.RESIDENT],
+                "reserved_bytes": d.slots.reserved_bytes,
+                "orphaned_bytes": d.slots.bytes_in[SlotState.ORPHANED],
+                "quarantined_bytes": d.slots.bytes_in[SlotState.QUARANTINED],
+                "objects": sum(len(chunk.rows) for chunk in d.residents.index.values()),
+            },
+            "leases": sum(len(s.reads_open) + len(s.writes_open) for s in sessions),
+            "sessions": [self._session(s.id) for s in sessions],
+            "l2": self._stores(),
+            "transfers": self._transfers(),
+            "problems": self.what_is_wrong(),
+        }
+
+    def what_is_wrong(self) -> list[str]:
+        """One sentence for each problem; of L2 too."""
+        found = sorted(self.problems.values())
+        for store in self._stores():
+            if store["state"] != "closed" or store["stuck"]:
+                stuck = f"; {store['stuck']} calls are stuck" if store["stuck"] else ""
+                found.append(
+                    f"L2 {store['name']} ({printable(str(store['url']))}) is not used: breaker "
+                    f"{store['state']}, {printable(str(store['why'] or 'slow'))}{stuck}; it is "
+                    "used again by itself when it works"
+                    if store["state"] != "closed"
+                    else f"L2 {store['name']} ({printable(str(store['url']))}) is slow{stuck}"
+                )
+        return found
+
+    def _transfers(self) -> dict[str, int]:
+        """What is under way between L1 and L2."""
+        fetcher, persister = self._d.fetcher, self._d.persister
+        return {
+            "pending_lookups": len(fetcher.tickets),
+            "fetches": len(fetcher.flights.fetches),
+            "fetching_bytes": fetcher.flights.staged_bytes,
+            "persists": len(persister.running),
+            "persist_queue_bytes": persister.queued_bytes,
+        }
+
+    def leases(self) -> list[dict[str, Any]]:
+        """Everything a session holds, oldest first; `old` marks what a person should look at."""
+        now = self._clock()
+        rows: list[dict[str, Any]] = []
+        for session in self._d.sessions.values():
+            pids = sorted(
+                {c.pid for c in self._clients.values() if c.session == session.id and c.pid}
+            )
+            held: list[tuple[ReadLease | WriteLease, str, int]]
+            held = [(r, "read", len(r.chunks)) for r in session.reads_open.values()]
+            held += [(w, "write", 1) for w in session.writes_open.values()]
+            for lease, kind, chunks in held:
+                age_s = now - lease.since_s
+                rows.append(
+                    {
+                        "lease": f"{lease.id:016x}",
+                        "kind": kind,
+                        "session": session.id,
+                        "request": lease.request,
+                        "chunks": chunks,
+                        "bytes": chunks * session.chunk_bytes,
+                        "age_s": round(age_s, 3),
+                        "old": age_s > LEASE_WARN_S,
+                        "pids": pids,
+                    }
+                )
+        return sorted(rows, key=lambda row: -row["age_s"])
+
+    def _session(self, session_id: str) -> dict[str, Any]:
+        session = self._d.sessions[session_id]
+        clients = [c for c in self._clients.values() if c.session == session_id]
+        return {
+            "session": session_id,
+            "model": next((c.hello.model for c in clients if c.hello.model), ""),
+            "client": next((c.hello.client for c in clients if c.hello.client), ""),
+            "world": session.world,
+            "ranks": sorted(session.workers),
+            "ready": session.ready,
+            "writes": session.writes,
+            "pids": sorted({c.pid for c in clients if c.pid}),
+            "chunk_bytes": session.chunk_bytes,
+            "reserved_bytes": session.reserved_bytes,
+            "staging_bytes": session.staging_bytes,
+            "max_wait_ms": round(max((c.max_wait_ms for c in clients), default=0.0), 3),
+        }
+
+    def judge_chunk_size(self, session: Session) -> None:
+        """A chunk that the bounds on staging never allow: nothing of the session is ever stored."""
+        limits = self._d.limits
+        share = limits.staging_fraction * limits.session_staging_fraction
+        most_bytes = int(share * self._capacity_bytes)
+        self.problems.pop(_TOO_LARGE + session.id, None)
+        if session.chunk_bytes <= most_bytes:
+            return
+        need_bytes = ceil(session.chunk_bytes / share / (1 << 20)) << 20
+        fix = f"set l1.size to {need_bytes >> 20}MiB or more"
+        if session.chunk_bytes <= limits.staging_fraction * self._capacity_bytes:
+            fix += ", or raise l1.session_staging_fraction"
+        self.problems[_TOO_LARGE + session.id] = (
+            f"one chunk of session {printable(session.id)} takes "
+            f"{format_bytes(session.chunk_bytes)} and a session may stage "
+            f"{format_bytes(most_bytes)}: {fix}"
+        )
+        self._log(
+            "chunk_too_large",
+            level="warning",
+            session=session.id,
+            chunk_bytes=session.chunk_bytes,
+            most_bytes=most_bytes,
+            l1_needs_bytes=need_bytes,
+        )
+
+    def forget_problems(self) -> None:
+        """A session that is over has no problem."""
+        for name in [name for name in self.problems if name.startswith(_TOO_LARGE)]:
+            if name.removeprefix(_TOO_LARGE) not in self._d.sessions:
+                del self.problems[name]
