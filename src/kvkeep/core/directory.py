@@ -79,7 +79,7 @@ class Directory:
         self.stager = Stager(self)
         self.fetcher = Fetcher(self)
         self.persister = Persister(self)
-        self._finder = Finder(self)
+        self.finder = Finder(self)
         self._membership = Membership(self)
 
     def handle(self, event: ev.Event, now_s: float) -> tuple[ev.Reply, list[ev.Effect]]:
@@ -95,7 +95,7 @@ class Directory:
     def _apply(self, event: ev.Event, now_s: float) -> ev.Reply:
         match event:
             case ev.Lookup():
-                return self._finder.lookup(event, now_s)
+                return self.finder.lookup(event, now_s)
             case ev.End():
                 return self._end(event)
             case ev.Stage():
@@ -217,6 +217,8 @@ class Directory:
                     objects = self.objects[chunk.specs]
                     self.effects.append(ev.Discard(chunk.space, objects, chunk_hash, True))
                 dropped += 1
+            elif event.session in self.sessions:  # evicted meanwhile, and on its way again
+                self.fetcher.flights.doom(chunk_hash)
         self.counters["dropped"] += dropped
         return ev.Done(dropped)
 

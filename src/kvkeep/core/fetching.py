@@ -12,7 +12,7 @@ from kvkeep.core import events as ev
 from kvkeep.core.eviction import Chunk
 from kvkeep.core.flights import Fetching, Flights
 from kvkeep.core.leases import NO_TICKET, ReadLease, Session
-from kvkeep.core.lookup import answer
+from kvkeep.core.lookup import Asked, answer
 from kvkeep.core.tickets import Place, Ticket, needed_from
 from kvkeep.types import ChunkHash, LeaseId, Namespace, Reason, TicketId
 
@@ -66,23 +66,34 @@ class Fetcher:
             return ev.Done(0)
         ticket.probed = True
         d, session = self._d, ticket.session
-        absent = Reason.L2_ERROR if event.down else None
+        if session.leading_run and not self._extends(ticket, event):
+            in_l2 = {p for p, held in zip(ticket.asked, event.holders, strict=True) if held}
+            unknown = Reason.L2_ERROR if event.down else Reason.L2_MISS
+            asked = Asked(ticket.request, ticket.hashes, ticket.near, in_l2, unknown)
+            self._answer(ticket, d.finder.local(session, asked, now_s))
+            return ev.Done(1)
         for position, holders in zip(ticket.asked, event.holders, strict=True):
             if holders:
                 ticket.holders[position] = holders
             else:
-                why = d.residents.why_absent(ticket.hashes[position])
-                unknown = Reason.L2_MISS if why is Reason.NEVER_STORED else why
-                ticket.reasons[position] = absent or unknown
+                ticket.reasons[position] = d.residents.why_absent(
+                    ticket.hashes[position], Reason.L2_ERROR if event.down else Reason.L2_MISS
+                )
         found = [d.residents.index.get(h) for h in ticket.hashes]
-        for position, chunk in enumerate(found):
-            coming = self.flights.by_hash.get(ticket.hashes[position])
-            if chunk is not None and chunk.specs is session.all_rows:
+        seen: set[ChunkHash] = set()
+        for position, (chunk_hash, chunk) in enumerate(zip(ticket.hashes, found, strict=True)):
+            coming = self.flights.by_hash.get(chunk_hash)
+            if chunk_hash in seen:  # no honest chain has a hash twice
+                ticket.places[position] = Place.LOST
+            elif chunk is not None and chunk.specs is session.all_rows:
                 ticket.places[position] = Place.HELD
             elif position in ticket.holders or (coming is not None and not coming.late):
                 ticket.places[position] = Place.WANTED
             else:
                 ticket.places[position] = Place.LOST
+                if coming is not None:
+                    ticket.reasons[position] = Reason.L2_TIMEOUT
+            seen.add(chunk_hash)
         self._keep_to_caps(ticket, found)
         if ticket.id not in self.tickets:  # answered: nothing fits yet, and it is not near
             return ev.Done(1)
@@ -95,6 +106,15 @@ class Fetcher:
         if ticket.id in self.tickets and not self._finish_if_done(ticket):
             d.effects.append(ev.Alarm(ticket.id, ticket.deadline_s))
         return ev.Done(1)
+
+    def _extends(self, ticket: Ticket, event: ev.Probed) -> bool:
+        """Whether L2 has, or is bringing, the first chunk that L1 does not have."""
+        index = self._d.residents.index
+        for position, chunk_hash in enumerate(ticket.hashes):
+            if chunk_hash not in index:
+                told = dict(zip(ticket.asked, event.holders, strict=True))
+                return bool(told.get(position, 0)) or chunk_hash in self.flights.by_hash
+        return False
 
     def _keep_to_caps(self, ticket: Ticket, found: list[Chunk | None]) -> None:
         """Give up positions that this session may not reserve, and those no hit needs."""
@@ -123,16 +143,20 @@ class Fetcher:
                     ticket.places[beyond] = Place.LOST
                     ticket.reasons[beyond] = Reason.NO_ROOM
                 break
-        self._trim(ticket)
+        for position in self._needless(ticket):  # not counted as wanted yet
+            ticket.places[position] = Place.LOST
+
+    def _needless(self, ticket: Ticket) -> list[int]:
+        """Wanted positions that no reachable hit needs."""
+        reach = ticket.reachable()
+        first = needed_from(ticket.session.all_rows, reach)
+        return [position for position in ticket.wanted() if not first <= position < reach]
 
     def _trim(self, ticket: Ticket) -> None:
         """What no reachable hit needs is not wanted any more."""
-        reach = ticket.reachable()
-        first = needed_from(ticket.session.all_rows, reach)
-        for position in ticket.wanted():
-            if not first <= position < reach:
-                self._unwant(ticket, position)
-                ticket.places[position] = Place.LOST
+        for position in self._needless(ticket):
+            self._unwant(ticket, position)
+            ticket.places[position] = Place.LOST
 
     def _reserve(self, ticket: Ticket, found: list[Chunk | None], now_s: float) -> None:
         """Hold what is resident within reach, so that it stays while the rest is fetched."""
@@ -213,7 +237,8 @@ class Fetcher:
             if ticket.places[position] is not Place.WANTED:
                 continue
             if chunk is not None:
-                self._arrived(ticket, position, chunk, fetch.backend)
+                fetched = chunk.rows is fetch.slots  # else an engine committed it meanwhile
+                self._arrived(ticket, position, chunk, fetch.backend if fetched else None)
             else:
                 self._lose(ticket, position, reason)
             self._finish_if_done(ticket)
@@ -369,7 +394,7 @@ def _reasons(
     first: Reason | None = None
     for position in range(hit, len(ticket.hashes)):
         reason = ticket.reasons.get(position)
-        if reason is None and found[position] is None:
+        if reason is None and found[position] is None and position not in ticket.holders:
             reason = directory.residents.why_absent(ticket.hashes[position])
         reason = reason or first or Reason.GROUP_SHORT
         first = first or reason

@@ -1,6 +1,8 @@
 """Decides hits: finds the common prefix of resident chunks, reserves it, and says why not more."""
 
 from array import array
+from collections.abc import Container
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvkeep.core import events as ev
@@ -11,6 +13,17 @@ from kvkeep.types import NO_LEASE, ChunkHash, LeaseId, Reason, SlotId
 
 if TYPE_CHECKING:
     from kvkeep.core.directory import Directory
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One lookup, and what L2 has said about it."""
+
+    request: str
+    hashes: list[ChunkHash]
+    near: bool
+    in_l2: Container[int] = ()  # positions that a backend has, for what that is worth
+    unknown: Reason = Reason.NEVER_STORED  # why a chunk is nowhere that left no trace in L1
 
 
 class Finder:
@@ -28,32 +41,50 @@ class Finder:
         session = self._d.sessions.get(event.session)
         if session is None or not session.ready:
             return ev.Hit(NO_LEASE, 0, (), (Reason.NOT_READY,) * len(hashes))
-        index = self._d.residents.index
-        found = list(map(index.get, hashes))
-        specs = session.all_rows
-        for chunk in found:
-            if chunk is not None and chunk.specs is not specs:
-                return self._mismatch(found)
+        found = self._found(session, hashes)
+        if found is None:
+            return self._mismatch(hashes)
         length = self._usable(session, found)
         if length < len(hashes) and event.fetch and self._d.limits.backends:
             return self._d.fetcher.begin(event, session, hashes, now_s)
+        return self._local(session, Asked(event.request, hashes, event.near), found, now_s)
+
+    def local(self, session: Session, asked: "Asked", now_s: float) -> ev.Hit:
+        """The answer from L1 alone; `asked` says what L2 has told."""
+        found = self._found(session, asked.hashes)
+        if found is None:
+            return self._mismatch(asked.hashes)
+        return self._local(session, asked, found, now_s)
+
+    def _local(
+        self, session: Session, asked: "Asked", found: list[Chunk | None], now_s: float
+    ) -> ev.Hit:
+        length = self._usable(session, found)
         fits = self._under_cap(session, found[:length])
-        if fits < length and not event.near:  # the answer stands, the reservation comes later
-            return ev.Hit(NO_LEASE, length, (), self._reasons(hashes, found, length, length))
+        if fits < length and not asked.near:  # the answer stands, the reservation comes later
+            return ev.Hit(NO_LEASE, length, (), self._reasons(asked, found, length, length))
         if fits < length:
             fits = self._usable(session, found[:fits])
-        reasons = self._reasons(hashes, found, fits, length)
+        reasons = self._reasons(asked, found, fits, length)
         if not fits:
             return ev.Hit(NO_LEASE, 0, (), reasons)
         prefix = found[:fits]
         chunks = [chunk for chunk in prefix if chunk is not None]
-        lease = self._reserve(session, event.request, chunks, now_s)
+        lease = self._reserve(session, asked.request, chunks, now_s)
         return answer(self._d, lease, prefix, reasons)
 
-    def _mismatch(self, found: list[Chunk | None]) -> ev.Hit:
+    def _found(self, session: Session, hashes: list[ChunkHash]) -> list[Chunk | None] | None:
+        """What is resident of these; None when a key has another layout."""
+        found = list(map(self._d.residents.index.get, hashes))
+        specs = session.all_rows
+        if any(chunk is not None and chunk.specs is not specs for chunk in found):
+            return None
+        return found
+
+    def _mismatch(self, hashes: list[ChunkHash]) -> ev.Hit:
         """A key of another layout: cannot happen with honest hashes, so nothing is served."""
         self._d.counters["layout_mismatch"] += 1
-        return ev.Hit(NO_LEASE, 0, (), (Reason.LAYOUT_MISMATCH,) * len(found))
+        return ev.Hit(NO_LEASE, 0, (), (Reason.LAYOUT_MISMATCH,) * len(hashes))
 
     def _usable(self, session: Session, found: list[Chunk | None]) -> int:
         """The common prefix; a resident chunk has every row, so all rows hold the same chunks."""
@@ -90,15 +121,16 @@ class Finder:
         return lease
 
     def _reasons(
-        self, hashes: list[ChunkHash], found: list[Chunk | None], hit: int, usable: int
+        self, asked: "Asked", found: list[Chunk | None], hit: int, usable: int
     ) -> tuple[Reason, ...]:
         """Reasons of chunks from `hit` on; from `hit` to `usable` there was no room to reserve."""
         reasons = [Reason.NO_ROOM] * (usable - hit)
         first: Reason | None = None
-        for chunk_hash, chunk in zip(hashes[usable:], found[usable:], strict=True):
-            if chunk is None:
-                reason = self._d.residents.why_absent(chunk_hash)
-            else:  # resident, but beyond a hole: lost for the reason of the hole
+        why_absent = self._d.residents.why_absent
+        for position in range(usable, len(found)):
+            if found[position] is None and position not in asked.in_l2:
+                reason = why_absent(asked.hashes[position], asked.unknown)
+            else:  # there, but beyond a hole: lost for the reason of the hole
                 reason = first or Reason.GROUP_SHORT
             first = first or reason
             reasons.append(reason)

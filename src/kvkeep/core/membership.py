@@ -138,7 +138,9 @@ class Membership:
         ranks = range(session.world)
         rows = tuple(spec for rank in ranks for spec in session.rows[rank])
         row_ranks = tuple(rank for rank in ranks for _ in session.rows[rank])
-        if session.all_rows and (rows, row_ranks) != (session.all_rows, session.row_ranks):
+        fingerprint = combine_ranks([session.fingerprints[rank] for rank in ranks])
+        before = session.all_rows, session.row_ranks, session.fingerprint
+        if session.all_rows and (rows, row_ranks, fingerprint) != before:
             self._d.fetcher.unready(session)
             self._end_all_reads(session)
             self._lose_writes(session, now_s)
@@ -152,7 +154,7 @@ class Membership:
         session.objects = self._d.objects[session.all_rows] = ev.ObjectRows(
             session.world, tuple((rank, spec.group, spec.object_bytes) for rank, spec in places)
         )
-        session.fingerprint = combine_ranks([session.fingerprints[rank] for rank in ranks])
+        session.fingerprint = fingerprint
         ready = ev.SessionReady(session.id, session.fingerprint, session.world, rows)
         self._d.effects.append(ready)
 

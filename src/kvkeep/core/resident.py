@@ -35,9 +35,9 @@ class Residents:
         self._ghosts: OrderedDict[ChunkHash, Reason] = OrderedDict()
         self._protected: Container[ChunkHash] = ()
 
-    def why_absent(self, chunk_hash: ChunkHash) -> Reason:
-        """Why a chunk that is not in the index is not there."""
-        return self._ghosts.get(chunk_hash, Reason.NEVER_STORED)
+    def why_absent(self, chunk_hash: ChunkHash, unknown: Reason = Reason.NEVER_STORED) -> Reason:
+        """Why a chunk that is not in the index is not there; `unknown` when it left no trace."""
+        return self._ghosts.get(chunk_hash, unknown)
 
     def attach(self, parent: ChunkHash) -> None:
         """One more (staged or resident) child of `parent`."""
