@@ -129,8 +129,7 @@ def _transfers(d: Directory) -> None:
     assert {f.hash for f in fetches} == set(flights.by_hash)
     assert len(fetches) == len(flights.by_hash), "two fetches of one chunk"
     assert flights.staged_bytes == sum(f.size_bytes for f in fetches)
-    timely = [f for f in fetches if not f.late]
-    assert sum(f.size_bytes for f in timely) <= flights.most_bytes() or len(timely) == 1
+    assert flights.staged_bytes <= flights.most_bytes() or len(fetches) <= d.limits.backends
     for fetch in fetches:
         assert not (fetch.late and fetch.waiters)
         for ticket, position in fetch.waiters.items():

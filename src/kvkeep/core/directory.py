@@ -213,6 +213,7 @@ class Directory:
             chunk = self.residents.index.get(chunk_hash)
             if chunk is not None and event.session in self.sessions:
                 self.residents.unlink(chunk, Reason.CORRUPT)
+                self.persister.doom(chunk_hash)
                 if self.limits.backends:  # else every retry would fetch it again
                     objects = self.objects[chunk.specs]
                     self.effects.append(ev.Discard(chunk.space, objects, chunk_hash, True))

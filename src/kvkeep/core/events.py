@@ -315,12 +315,16 @@ class Answered(_Value, frozen=True):
 
 
 class Probe(_Value, frozen=True):
-    """Ask every backend which of these chunks (packed hashes) it holds; then: Probed."""
+    """Ask every backend which of these chunks (packed hashes) it holds; then: Probed.
+
+    When that cannot be said at once, Expire as well, at `deadline_s`.
+    """
 
     ticket: TicketId
     space: Namespace
     objects: ObjectRows
     hashes: bytes
+    deadline_s: float
 
 
 class Alarm(_Value, frozen=True):

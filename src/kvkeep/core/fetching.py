@@ -5,7 +5,7 @@ in one event. Without room a wanted chunk waits until its lookup's deadline. An 
 reused only after its I/O has returned, however late that is (DESIGN section 4).
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
 from kvkeep.core import events as ev
@@ -56,7 +56,8 @@ class Fetcher:
         ticket.asked = [i for i, h in enumerate(hashes) if h not in index and h not in flying]
         packed = b"".join([hashes[i] for i in ticket.asked])
         space = session.space(event.salt)
-        d.effects.append(ev.Probe(ticket.id, space, session.objects, packed))
+        question = ev.Probe(ticket.id, space, session.objects, packed, ticket.deadline_s)
+        d.effects.append(question)
         return ev.Pending(ticket.id)
 
     def probed(self, event: ev.Probed, now_s: float) -> ev.Done:
@@ -239,9 +240,19 @@ class Fetcher:
             if chunk is not None:
                 fetched = chunk.rows is fetch.slots  # else an engine committed it meanwhile
                 self._arrived(ticket, position, chunk, fetch.backend if fetched else None)
-            else:
+            elif not self._elsewhere(ticket, position, fetch):
                 self._lose(ticket, position, reason)
             self._finish_if_done(ticket)
+
+    def _elsewhere(self, ticket: Ticket, position: int, fetch: Fetching) -> bool:
+        """Another backend has what this one did not bring: it is tried next."""
+        holders = ticket.holders.get(position, 0) & ~(1 << fetch.backend)
+        ticket.holders[position] = holders
+        if not holders or fetch.late or fetch.doomed:
+            return False
+        ticket.queue = deque(sorted((*ticket.queue, position)))
+        self.queued[ticket.id] = ticket
+        return True
 
     def _arrived(self, ticket: Ticket, position: int, chunk: Chunk, backend: int | None) -> None:
         self._unwant(ticket, position)
@@ -289,7 +300,15 @@ class Fetcher:
         if now_s < ticket.deadline_s:  # clocks differ in their last digits
             self._d.effects.append(ev.Alarm(ticket.id, ticket.deadline_s))
             return ev.Done(0)
+        if not ticket.probed:  # no backend has even said what it has
+            self.probed(ev.Probed(ticket.id, (0,) * len(ticket.asked), ~0), now_s)
+            if ticket.id not in self.tickets:
+                return ev.Done(1)
         for position in ticket.wanted():
+            chunk = self._d.residents.index.get(ticket.hashes[position])
+            if chunk is not None:  # an engine committed it meanwhile
+                self._arrived(ticket, position, chunk, None)
+                continue
             queued = position in ticket.queue
             self._unwant(ticket, position)
             ticket.places[position] = Place.LOST
@@ -301,9 +320,13 @@ class Fetcher:
     def _finish(self, ticket: Ticket) -> None:
         """Hand the lease over with the common prefix of what it holds; give the rest back."""
         d, session, lease = self._d, ticket.session, ticket.lease
+        for position, chunk in ticket.chunks.items():
+            if not chunk.linked:  # dropped or cleared while the rest was awaited
+                ticket.places[position] = Place.LOST
         hit = ticket.reached()
+        lost = [p for p in ticket.chunks if p >= hit or ticket.places[p] is Place.LOST]
         if lease is not None:
-            for position in [p for p in ticket.chunks if p >= hit]:
+            for position in lost:
                 chunk = ticket.chunks.pop(position)
                 lease.chunks.remove(chunk)
                 self._unhold(session, chunk)

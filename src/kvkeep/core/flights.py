@@ -61,7 +61,6 @@ class Flights:
         self.fetches: dict[TransferId, Fetching] = {}
         self.by_hash: dict[ChunkHash, Fetching] = {}
         self.staged_bytes = 0  # of all fetches, late ones too
-        self._timely_bytes = 0  # of fetches that are not late
         self._bytes_from = [0] * directory.limits.backends
         self._number_from = [0] * directory.limits.backends
         self._last_id = 0
@@ -78,8 +77,12 @@ class Flights:
         return min(limits.fetch_bytes, share)
 
     def backend_for(self, holders: int, size_bytes: int) -> int | None:
-        """One of `holders` (bit n: backend n) that may begin another fetch."""
-        limits, most_bytes = self._d.limits, self.most_bytes()
+        """One of `holders` (bit n: backend n) that may begin another fetch.
+
+        Each has an equal share of the bytes: one that hangs does not hold up another.
+        """
+        limits = self._d.limits
+        most_bytes = self.most_bytes() // max(1, limits.backends)
         for backend in range(limits.backends):
             busy = self._number_from[backend]
             fits = self._bytes_from[backend] + size_bytes <= most_bytes or not busy
@@ -91,8 +94,6 @@ class Flights:
         """Take extents and emit the fetch; None: there is no room now."""
         d, session = self._d, ticket.session
         size = session.chunk_bytes
-        if self._timely_bytes + size > self.most_bytes() and self._timely_bytes:
-            return None
         slots = d.stager.take([spec.object_bytes for spec in session.all_rows])
         if slots is None:
             return None
@@ -111,7 +112,6 @@ class Flights:
         )
         self.fetches[fetch.id] = self.by_hash[fetch.hash] = fetch
         self._count(fetch, 1)
-        self._timely_bytes += size
         offsets = tuple([d.slots.offset[slot] for slot in slots])
         d.effects.append(
             ev.Fetch(fetch.id, backend, fetch.space, session.objects, fetch.hash, position, offsets)
@@ -125,7 +125,6 @@ class Flights:
         if fetch is None or fetch.late:
             return None
         fetch.late = True
-        self._timely_bytes -= fetch.size_bytes
         self._d.counters["fetch_late"] += 1
         return fetch
 
@@ -141,8 +140,6 @@ class Flights:
         d = self._d
         del self.by_hash[fetch.hash]
         self._count(fetch, -1)
-        if not fetch.late:
-            self._timely_bytes -= fetch.size_bytes
         worst = next((o for o in event.outcomes if o is not IoOutcome.OK), IoOutcome.OK)
         d.counters[f"fetched_{worst.name.lower()}"] += 1
         chunk = d.residents.index.get(fetch.hash)

@@ -47,6 +47,7 @@ class Persister:
         self._running_to = [0] * limits.backends
         self._last_id = 0
         self._draining = False
+        self._again: list[ChunkHash] = []  # stored again while an older writing had to be undone
 
     # ---- what becomes a job
 
@@ -86,6 +87,12 @@ class Persister:
         self.queued_bytes -= job.chunk.size_bytes
         self._waiting.discard((job.chunk.hash, job.backend))
         self._d.counters[counter] += 1
+        if job.chunk.linked and self._d.residents.idle(job.chunk):
+            self.settle(job.chunk)
+
+    def _awaited(self, chunk_hash: ChunkHash) -> bool:
+        """Whether it is queued, or being written, for some backend."""
+        return any((chunk_hash, backend) in self._waiting for backend in range(len(self.queues)))
 
     # ---- running them
 
@@ -137,12 +144,14 @@ class Persister:
         worst = next((o for o in event.outcomes if o is not IoOutcome.OK), IoOutcome.OK)
         d.counters[f"persisted_{worst.name.lower()}"] += 1
         if job.doomed:
+            worst = IoOutcome.CANCELLED
             d.effects.append(ev.Discard(chunk.space, d.objects[chunk.specs], chunk.hash))
-        if worst is IoOutcome.OK:
+            self._again.append(chunk.hash)
+        elif worst is IoOutcome.OK:
             chunk.stored |= 1 << job.backend
             self._pauses[job.backend] = 0
             d.counters["persisted_bytes"] += chunk.size_bytes
-        else:
+        if worst not in (IoOutcome.OK, IoOutcome.CANCELLED):
             self._pause(job.backend, now_s)
         again = worst is not IoOutcome.OK and not job.doomed and chunk.linked
         if again and self._try_again(job, worst):
@@ -178,12 +187,10 @@ class Persister:
     def settle(self, chunk: Chunk) -> None:
         """A reader left. Under skip_l1 a chunk that L2 has leaves L1 with its last reader."""
         residents = self._d.residents
-        if self._d.limits.store_policy is StorePolicy.SKIP_L1 and chunk.linked and chunk.stored:
-            waits = any((chunk.hash, b) in self._waiting for b in range(len(self.queues)))
-            if not waits and residents.idle(chunk):
-                residents.evict(chunk)
-                return
-        if chunk.children == 0 or not chunk.linked:
+        skips = self._d.limits.store_policy is StorePolicy.SKIP_L1 and chunk.linked and chunk.stored
+        if skips and not self._awaited(chunk.hash) and residents.idle(chunk):
+            residents.evict(chunk)
+        elif chunk.children == 0 or not chunk.linked:
             residents.settle(chunk)
 
     # ---- other occasions
@@ -194,12 +201,24 @@ class Persister:
         if limits.store_policy is StorePolicy.WRITE_BACK and limits.backends:
             low = arena.free_bytes < limits.low_water_fraction * arena.populated_bytes
             residents = self._d.residents
+            looked_at: set[Chunk] = set()
             for leaf in residents.policy.coldest(_COLDEST, residents) if low else ():
                 chunk: Chunk | None = leaf
-                while chunk is not None:  # its ancestors are next
+                while chunk is not None and chunk not in looked_at:  # its ancestors are next
+                    looked_at.add(chunk)
                     self._enqueue(chunk, "", "")
                     chunk = residents.index.get(chunk.parent)
+        again, self._again = self._again, []  # what had to be undone is gone by now
+        for chunk_hash in again:
+            resident = self._d.residents.index.get(chunk_hash)
+            if resident is not None:
+                self.stored_again(resident, "")
         self.pump(now_s)
+
+    def doom(self, chunk_hash: ChunkHash) -> None:
+        """What is being written of this chunk is not to stay in L2."""
+        for job in self.running.values():
+            job.doomed |= job.chunk.hash == chunk_hash
 
     def forget(self, space: Namespace) -> None:
         """Nothing of this fingerprint is to be found in L2."""
@@ -212,5 +231,6 @@ class Persister:
 
     def lost(self, chunk: Chunk) -> None:
         """A chunk is evicted: counted when no backend has it although it should."""
-        if self._d.limits.store_policy is StorePolicy.WRITE_BACK and not chunk.stored:
+        writes_back = self._d.limits.store_policy is StorePolicy.WRITE_BACK
+        if writes_back and not chunk.stored and not self._awaited(chunk.hash):
             self._d.counters["persist_lost"] += 1

@@ -63,9 +63,7 @@ class Io:
             case ev.Probe():
                 self._probe(effect)
             case ev.Alarm():
-                delay_s = max(0.0, effect.at_s - self._clock())
-                loop = asyncio.get_running_loop()
-                loop.call_later(delay_s, self._apply, ev.Expire(effect.ticket))
+                self._ring(effect)
             case ev.Fetch():
                 self._spawn(self._fetch(effect), lambda: ev.Fetched(effect.id, _failed(effect)))
             case ev.Persist():
@@ -75,6 +73,11 @@ class Io:
             case ev.ForgetStored():
                 self._spawn(self._forget(effect))
 
+    def _ring(self, alarm: ev.Alarm) -> None:
+        delay_s = max(0.0, alarm.at_s - self._clock())
+        loop = asyncio.get_running_loop()
+        loop.call_later(delay_s, self._apply, ev.Expire(alarm.ticket))
+
     # ---- questions
 
     def _probe(self, effect: ev.Probe) -> None:
@@ -83,6 +86,7 @@ class Io:
         if any(isinstance(answer, Awaitable) for answer in answers):
             failed = ev.Probed(effect.ticket, (0,) * (len(effect.hashes) // HASH_BYTES), ~0)
             self._spawn(self._probe_later(effect, answers), lambda: failed)
+            self._ring(ev.Alarm(effect.ticket, effect.deadline_s))
         else:
             self._probed(effect, [a for a in answers if not isinstance(a, Awaitable)])
 

@@ -197,8 +197,9 @@ class Service:
             case m.Lookup():
                 client.link.send(self._lookup(client, message))
             case m.Cancel():
-                self._pending.pop(TicketId(message.ticket), None)
-                self.apply(ev.Cancel(client.session, TicketId(message.ticket)))
+                ticket = TicketId(message.ticket)
+                if self.apply(ev.Cancel(client.session, ticket)) == ev.Done(1):
+                    self._pending.pop(ticket, None)
             case m.End():
                 self._end(client, message)
             case m.Stage():
@@ -266,6 +267,9 @@ class Service:
             client.link.send(
                 m.Resolved(effect.ticket, hit.lease, hit.chunks, hit.columns, reasons, hit.tiers)
             )
+        elif hit.lease:  # nobody is left who would end it
+            ranks = tuple(range(client.hello.world))
+            self.apply(ev.End(client.session, hit.lease, ranks, EndOutcome.UNUSED))
 
     def _record_hit(self, client: Client, request: str, hit: ev.Hit) -> None:
         reasons = bytes(hit.reasons)
