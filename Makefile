@@ -87,6 +87,7 @@ prove: check setup-engine
 
 bench: setup setup-engine
 	@$(VENV)/bin/kvkeep bench object --json
+	@$(VENV)/bin/kvkeep bench backend fs --json
 	@$(VENV)/bin/kvkeep bench engine --json
 
 clean:

@@ -13,7 +13,7 @@ from kvkeep.config import socket_path_problem
 CONNECTOR = "KVKeepConnector"
 KV_ROLES = ("kv_both", "kv_producer", "kv_consumer")
 EXTRA = "kv_connector_extra_config"
-EXTRA_KEYS = ("socket", "chunk_tokens")
+EXTRA_KEYS = ("socket", "chunk_tokens", "autostart", "autostart_args")
 MAX_CHUNK_TOKENS = 1 << 16
 ENGINE_FLAG = {
     "kv_connector": CONNECTOR,
@@ -96,6 +96,12 @@ def _value_problem(key: str, value: object) -> str | None:
     if key == "socket":
         problem = _socket_problem(value)
         return None if problem is None else f"socket = {_shown(value)}: {problem}"
+    if key == "autostart":
+        fits = isinstance(value, bool)
+        return None if fits else f"autostart = {_shown(value)} must be true or false"
+    if key == "autostart_args":
+        problem = _flags_problem(value)
+        return None if problem is None else f"autostart_args = {_shown(value)}: {problem}"
     is_number = isinstance(value, int) and not isinstance(value, bool)  # true is an int to Python
     if is_number and 1 <= value <= MAX_CHUNK_TOKENS:  # type: ignore[operator]
         return None
@@ -111,6 +117,18 @@ def _socket_problem(path: object) -> str | None:
         return socket_path_problem(path)
     except UnicodeEncodeError:  # JSON can spell half a character
         return "no file can have this name; write another path"
+
+
+def _flags_problem(flags: object) -> str | None:
+    if not isinstance(flags, str):
+        return 'it must be one text with flags of kvkeep serve, such as "--l1-size 4GiB"'
+    try:
+        given = shlex.split(flags)
+    except ValueError as error:
+        return f"it cannot be split into flags: {error}"
+    if any(flag.split("=")[0] == "--socket" for flag in given):
+        return "leave --socket out of it; the engine's own socket is used"
+    return None
 
 
 def _right_extra(extra: object) -> dict[str, object]:

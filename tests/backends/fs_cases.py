@@ -2,7 +2,8 @@
 
 import asyncio
 import mmap
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from hashlib import shake_128
 from pathlib import Path
@@ -28,10 +29,13 @@ def settings(root: Path, capacity_bytes: int | None = CAPACITY_BYTES) -> FsSetti
 
 @asynccontextmanager
 async def opened(
-    root: Path, capacity_bytes: int | None = CAPACITY_BYTES
+    root: Path,
+    capacity_bytes: int | None = CAPACITY_BYTES,
+    *,
+    clock: Callable[[], int] = time.time_ns,
 ) -> AsyncIterator[FsBackend]:
     """A backend that knows what it holds."""
-    backend = FsBackend(settings(root, capacity_bytes))
+    backend = FsBackend(settings(root, capacity_bytes), clock=clock)
     await backend.open()
     try:
         await ready(backend)

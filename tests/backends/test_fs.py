@@ -5,7 +5,9 @@ import errno
 import fcntl
 import json
 import os
+import threading
 from pathlib import Path
+from time import time_ns
 
 import pytest
 from tests.backends.fs_cases import (
@@ -19,8 +21,9 @@ from tests.backends.fs_cases import (
 )
 
 from kvkeep.backends import fs_scan
-from kvkeep.backends.fs import from_url
+from kvkeep.backends.fs import READ_ONLY_AGAIN_NS, from_url
 from kvkeep.backends.fs_files import Direct, Files
+from kvkeep.backends.fs_index import NS
 from kvkeep.backends.fs_place import Place
 from kvkeep.backends.header import label
 from kvkeep.backends.registry import BackendUrl
@@ -84,10 +87,35 @@ def test_a_disk_that_stays_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.EROFS])
-def test_other_errors_come_out_of_the_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+def test_a_disk_that_turns_read_only_is_still_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    now_ns = 10**18
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    async def main() -> None:
+        nonlocal now_ns
+        async with opened(tmp_path / "l2", clock=lambda: now_ns) as backend:
+            await put(backend, 1)
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "pwritev", refuse)
+                assert await backend.put([filled(SPACE, key(2), LENGTH)]) == [IoOutcome.REFUSED]
+            assert backend.usage().read_only
+            assert "Read-only" in backend.usage().last_error
+            assert await backend.put([filled(SPACE, key(2), LENGTH)]) == [IoOutcome.REFUSED]
+            assert await has(backend, 1)
+            now_ns += READ_ONLY_AGAIN_NS
+            await put(backend, 2)  # tried again, and now it works
+            assert not backend.usage().read_only
+
+    asyncio.run(main())
+
+
+def test_other_errors_come_out_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = errno.EIO
+
     def broken(*_: object) -> int:
         raise OSError(code, os.strerror(code))
 
@@ -167,6 +195,33 @@ def test_quarantine_goes_before_any_object(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_what_is_being_read_is_not_evicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, reading = threading.Event(), threading.Event()
+    real = os.preadv
+
+    def slowly(fd: int, memory: list[memoryview], offset: int) -> int:
+        reading.set()
+        assert go_on.wait(20)
+        return real(fd, memory, offset)
+
+    async def main() -> None:
+        async with opened(tmp_path / "l2", 2 * DISK_BYTES) as backend:
+            await put(backend, 0, 1)
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "preadv", slowly)
+                read = asyncio.ensure_future(backend.get([item(SPACE, key(0), LENGTH)]))
+                await asyncio.to_thread(reading.wait)
+                later = time_ns() + 86_400 * NS  # so that what is being read is worth least
+                patch.setattr(backend, "_clock", lambda: later)
+                await put(backend, 2, 3, 4)
+                there = await found(backend, SPACE, [key(n) for n in range(5)])
+                assert there == [True, False, False, False, True]
+                go_on.set()
+                assert list(await read) == [LENGTH]
+
+    asyncio.run(main())
+
+
 def test_larger_than_everything_is_full(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path / "l2", 4 * DISK_BYTES) as backend:
@@ -193,7 +248,7 @@ def test_what_cannot_be_evicted_ends_the_store(
                     await backend.put([filled(SPACE, key(2), LENGTH)])
             assert backend.usage().used_bytes == disk_usage(tmp_path / "l2")
             await put(backend, 2)
-            assert [n for n in range(3) if await has(backend, n)] == [1, 2]
+            assert [n for n in range(3) if await has(backend, n)] == [0, 2]
 
     asyncio.run(main())
 
@@ -230,7 +285,7 @@ def test_a_store_under_way_does_not_outlive_forgetting(
                 return real(fd, memory, offset)
 
             monkeypatch.setattr(os, "pwritev", slowly)
-            storing = asyncio.create_task(backend.put([filled(SPACE, key(1), LENGTH)]))  # type: ignore[arg-type]
+            storing = asyncio.create_task(backend.put([filled(SPACE, key(1), LENGTH)]))
             await arrived.wait()
             await backend.forget(SPACE)
             go_on.set()

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from kvkeep.backends.base import Backend
 from kvkeep.backends.fs import FsBackend, FsSettings
 from kvkeep.backends.fs_files import Direct
@@ -31,8 +29,3 @@ class TestNearlyFull(BackendContract):
 
     async def make(self, place: Path) -> Backend:
         return FsBackend(FsSettings(place, capacity_bytes=6 << 20, writers=16))
-
-
-@pytest.mark.parametrize("kind", [TestDirect, TestBuffered, TestNearlyFull])
-def test_each_kind_is_durable(kind: type[BackendContract]) -> None:
-    assert kind.durable

@@ -21,7 +21,7 @@ from tests.backends.fs_cases import (
     settings,
 )
 
-from kvkeep.backends.fs import FsBackend
+from kvkeep.backends.fs import READ_ONLY_AGAIN_NS, FsBackend
 from kvkeep.backends.fs_place import open_place
 from kvkeep.errors import BackendError
 from kvkeep.testing.backend_contract import (
@@ -31,6 +31,7 @@ from kvkeep.testing.backend_contract import (
     key,
     ready,
 )
+from kvkeep.types import IoOutcome
 
 # ---- the directory
 
@@ -143,22 +144,27 @@ def read_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_read_only_directory_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_ns = 10**18
+
     async def main() -> None:
+        nonlocal now_ns
         async with opened(tmp_path / "l2") as backend:
             await put(backend, 1)
         with contextlib.ExitStack() as disk:
             disk.enter_context(read_only(monkeypatch))
-            async with opened(tmp_path / "l2") as backend:
+            async with opened(tmp_path / "l2", clock=lambda: now_ns) as backend:
                 assert await has(backend, 1)
-                with pytest.raises(OSError, match="Read-only") as caught:
-                    await backend.put([filled(SPACE, key(2), LENGTH)])
-                assert caught.value.errno == errno.EROFS
+                assert await backend.put([filled(SPACE, key(2), LENGTH)]) == [IoOutcome.REFUSED]
+                assert backend.usage().read_only
                 await backend.probe()
                 disk.close()
-                await backend.probe()  # it can be written now: opened anew
+                assert await backend.put([filled(SPACE, key(2), LENGTH)]) == [IoOutcome.REFUSED]
+                now_ns += READ_ONLY_AGAIN_NS
+                await backend.put([filled(SPACE, key(2), LENGTH)])  # it looks: opened anew
                 await ready(backend)
                 await put(backend, 2)
                 assert await has(backend, 1)
+                assert not backend.usage().read_only
 
     asyncio.run(main())
 

@@ -12,7 +12,7 @@ from tests.backends.fs_cases import DISK_BYTES, LENGTH, disk_usage, has, opened,
 from tests.backends.fs_cases import settings as fs_settings
 
 from kvkeep.backends import fs_rebuild, fs_scan
-from kvkeep.backends.base import HEADER_BYTES
+from kvkeep.backends.base import ABSENT, HEADER_BYTES
 from kvkeep.backends.fs import FsBackend
 from kvkeep.backends.fs_place import Place, open_place
 from kvkeep.backends.header import label
@@ -114,14 +114,16 @@ def test_strange_files_are_left_alone(tmp_path: Path) -> None:
 
 
 class Held:
-    """Stops the scan before its first directory until told to go on."""
+    """Stops the scan with the first directory in its hands until told to go on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go_on = threading.Event()
+        self.has_listed = threading.Event()
         real = fs_scan.listing
 
         def slowly(place: Place, name: str, shard: str) -> fs_scan.Listing:
             found = real(place, name, shard)  # what was there before anything changes
+            self.has_listed.set()
             assert self.go_on.wait(20)
             return found
 
@@ -135,10 +137,12 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     gate.go_on.set()
 
 
-async def scanning(root: Path) -> FsBackend:
+async def scanning(root: Path, held: Held) -> FsBackend:
     """A backend whose scan is held up."""
     backend = FsBackend(fs_settings(root))
+    held.has_listed.clear()
     await backend.open()
+    assert await asyncio.to_thread(held.has_listed.wait, 20)
     assert backend.usage().scanned < 1.0
     return backend
 
@@ -154,7 +158,7 @@ def test_serving_does_not_wait_for_the_scan(tmp_path: Path, held: Held) -> None:
     held.go_on.clear()
 
     async def main() -> None:
-        backend = await scanning(tmp_path / "l2")
+        backend = await scanning(tmp_path / "l2", held)
         assert await found(backend, SPACE, [key(n) for n in range(7)]) == [True] * 5 + [False] * 2
         assert await found(backend, OTHER, [key(1)]) == [False]
         assert await has(backend, 3)
@@ -177,16 +181,13 @@ def test_what_changes_during_the_scan_is_right_after_it(tmp_path: Path, held: He
     held.go_on.clear()
 
     async def main() -> None:
-        backend = await scanning(tmp_path / "l2")
-        await backend.delete(SPACE, [key(1)])
-        await backend.delete(SPACE, [key(2)], broken=True)
+        backend = await scanning(tmp_path / "l2", held)
+        keys = sorted(key(n) for n in range(5))  # the first one is listed already
+        await backend.delete(SPACE, [keys[0]])
+        await backend.delete(SPACE, [keys[1]], broken=True)
         for _ in range(2):
-            assert await found(backend, SPACE, [key(n) for n in range(4)]) == [
-                True,
-                False,
-                False,
-                True,
-            ]
+            assert await found(backend, SPACE, keys) == [False] * 2 + [True] * 3
+            assert list(await backend.get([item(SPACE, keys[0], LENGTH)])) == [ABSENT]
             held.go_on.set()
             await ready(backend)
         assert backend.usage().objects == 3
@@ -203,7 +204,7 @@ def test_forgetting_during_the_scan(tmp_path: Path, held: Held) -> None:
     held.go_on.clear()
 
     async def main() -> None:
-        backend = await scanning(tmp_path / "l2")
+        backend = await scanning(tmp_path / "l2", held)
         await backend.forget(SPACE)
         assert not any(await found(backend, SPACE, [key(n) for n in range(5)]))
         held.go_on.set()
@@ -221,10 +222,10 @@ def test_closing_during_the_scan(tmp_path: Path, held: Held) -> None:
     held.go_on.clear()
 
     async def main() -> None:
-        backend = await scanning(tmp_path / "l2")
+        backend = await scanning(tmp_path / "l2", held)
         await backend.close()  # though its thread is stuck
         async with asyncio.timeout(20):
-            again = await scanning(tmp_path / "l2")
+            again = await scanning(tmp_path / "l2", held)
             held.go_on.set()
             await ready(again)
             await again.close()
@@ -258,11 +259,11 @@ def test_a_stuck_disk_holds_up_neither_close_nor_stores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All readers hang; stores go on; closing leaves the threads behind."""
-    go_on, stuck = threading.Event(), threading.Semaphore(0)
+    go_on, stuck = threading.Event(), list[int]()
     real = os.preadv
 
     def hangs(fd: int, memory: list[memoryview], offset: int) -> int:
-        stuck.release()
+        stuck.append(fd)
         assert go_on.wait(60)
         return real(fd, memory, offset)
 
@@ -275,7 +276,7 @@ def test_a_stuck_disk_holds_up_neither_close_nor_stores(
         reads = [
             asyncio.ensure_future(backend.get([item(SPACE, key(n), LENGTH)])) for n in range(8)
         ]
-        await until(lambda: stuck._value == 8)  # type: ignore[attr-defined]
+        await until(lambda: len(stuck) == 8)
         await put(backend, 9)
         await backend.close()
         assert not any(read.done() for read in reads)

@@ -1,15 +1,15 @@
 """A second, naive account of what the directory promises, from what its clients can see.
 
-The model has one entry per page of memory and a fake content that writers leave there. It sees
+It sees
 events, replies, effects and the generation table, and fails when the two accounts differ. Which
 chunk is evicted is the policy's choice: the model reads it from the generations and then asks
 whether that chunk could go.
 """
 
 from dataclasses import dataclass, field
-from itertools import count, groupby
 
 from tests.core.build import PAGE, words
+from tests.core.model_memory import Extent, Memory, Rows, longest, pages_of
 from tests.core.model_sessions import Member, Party
 
 from kvkeep.core import events as ev
@@ -18,24 +18,9 @@ from kvkeep.types import (
     NO_LEASE,
     ChunkHash,
     CommitOutcome,
-    GroupKind,
     Reason,
-    RowSpec,
     StageOutcome,
 )
-
-Rows = tuple[RowSpec, ...]
-
-
-@dataclass
-class Extent:
-    """Bytes that were handed out: where, under which generation, and what was written there."""
-
-    slot: int
-    offset: int
-    generation: int
-    pages: range
-    content: int
 
 
 @dataclass
@@ -47,6 +32,7 @@ class Stored:
     extents: list[Extent]
     rows: Rows
     salt: str | None
+    fingerprint: bytes = b""
 
     @property
     def bytes(self) -> int:
@@ -65,6 +51,8 @@ class Write:
     rows: Rows
     salt: str | None
     since_s: float
+    fingerprint: bytes = b""
+    doomed: bool = False  # forgotten meanwhile
 
 
 @dataclass
@@ -75,80 +63,6 @@ class Read:
     chunks: list[Stored]
     ranks: tuple[int, ...]  # of each row
     live: set[int] = field(default_factory=set)
-
-
-def pages_of(size_bytes: int) -> int:
-    """All sizes of these tests are below 128 KiB, where rounding is to whole pages."""
-    assert size_bytes <= 32 * PAGE
-    return -(-size_bytes // PAGE)
-
-
-def usable(rows: Rows, held: list[bool], length: int) -> bool:
-    """Whether every row has what it needs at `length`, by the words of the design."""
-    for spec in rows:
-        start = {
-            GroupKind.FULL_ATTENTION: 0,
-            GroupKind.SLIDING_WINDOW: max(0, length - spec.window_chunks),
-            GroupKind.RECURRENT: max(0, length - 1),
-        }[spec.kind]
-        if not all(held[start:length]):
-            return False
-    return True
-
-
-def longest(rows: Rows, held: list[bool]) -> int:
-    return max(n for n in range(len(held) + 1) if usable(rows, held[:n], n))
-
-
-class Memory:
-    """The generation table, and per page whose it is and what was written last."""
-
-    def __init__(self, generations: list[int]) -> None:
-        self.generations = generations
-        self.free: list[bool] = []
-        self.content: list[int] = []
-        self._contents = count(1)
-
-    def grow(self, pages: int) -> None:
-        more = pages - len(self.free)
-        self.free += [True] * more
-        self.content += [0] * more
-
-    def take(self, handle: tuple[int, ...], size_bytes: int) -> Extent:
-        """A grant: nobody else may have these pages; the writer fills them at once."""
-        slot, offset, generation = handle
-        first = offset // PAGE
-        assert offset % PAGE == 0
-        extent = Extent(
-            slot,
-            offset,
-            generation,
-            range(first, first + pages_of(size_bytes)),
-            next(self._contents),
-        )
-        assert extent.pages.stop <= len(self.free), "past what is populated"
-        assert all(self.free[p] for p in extent.pages), "handed out while somebody may use it"
-        assert self.generations[slot] == generation
-        for page in extent.pages:
-            self.free[page] = False
-            self.content[page] = extent.content
-        return extent
-
-    def release(self, extent: Extent) -> None:
-        assert self.generations[extent.slot] > extent.generation, "freed under its old generation"
-        for page in extent.pages:
-            assert not self.free[page]
-            self.free[page] = True
-
-    def intact(self, extent: Extent) -> bool:
-        return self.generations[extent.slot] == extent.generation and all(
-            self.content[p] == extent.content for p in extent.pages
-        )
-
-    def longest_run(self, also: set[int]) -> int:
-        """Pages of the longest run that is free or in `also`."""
-        able = [is_free or page in also for page, is_free in enumerate(self.free)]
-        return max((len(list(run)) for good, run in groupby(able) if good), default=0)
 
 
 class Model(Party):
@@ -167,6 +81,7 @@ class Model(Party):
         self.quarantine: list[tuple[Extent, float]] = []
         self.ended_again = 0
         self.now_s = 0.0
+        self.disturbed = False  # the event also began fetches, after it was answered
 
     # ---- sums that the directory keeps too
 
@@ -183,6 +98,14 @@ class Model(Party):
         return any(
             any(c is chunk for c in read.chunks) and read.live for read in self.reads.values()
         )
+
+    def fetching(self) -> list[Extent]:
+        """Memory that bytes from L2 come to."""
+        return []
+
+    def coming(self, chunk_hash: ChunkHash) -> bool:
+        """Whether the chunk is on its way from L2, in time."""
+        return False
 
     def reserved_bytes(self, session: str) -> int:
         mine = [c for r in self.reads.values() if r.session == session for c in r.chunks]
@@ -224,7 +147,7 @@ class Model(Party):
         if not fits:
             assert (reply.lease, reply.columns) == (NO_LEASE, ())
             return
-        self._check_handles(reply, found[:fits], len(member.rows))
+        self.check_handles(reply, found[:fits], len(member.rows))
         chunks = [c for c in found[:fits] if c is not None]
         assert reply.lease not in self.reads
         assert reply.lease != NO_LEASE
@@ -241,7 +164,7 @@ class Model(Party):
                     return position
         return len(found)
 
-    def _check_handles(self, reply: ev.Hit, found: list[Stored | None], rows: int) -> None:
+    def check_handles(self, reply: ev.Hit, found: list[Stored | None], rows: int) -> None:
         assert len(reply.columns) == rows
         for row, column in enumerate(reply.columns):
             handles = zip(
@@ -265,9 +188,9 @@ class Model(Party):
             else:
                 self.ended_again += 1
         assert reply.changed == ended
-        self._forget_reads()
+        self.forget_reads()
 
-    def _forget_reads(self) -> None:
+    def forget_reads(self) -> None:
         self.reads = {lease: read for lease, read in self.reads.items() if read.live}
         for chunk in [c for c in self.unlinked if not self.readers(c)]:
             self.unlinked.remove(chunk)
@@ -281,12 +204,12 @@ class Model(Party):
         for read in self.reads.values():
             if read.session == session:
                 read.live -= read.live if rank is None else {rank}
-        self._forget_reads()
+        self.forget_reads()
 
     # ---- storing
 
     def stage(self, event: ev.Stage, reply: ev.Staged) -> None:
-        gone = self._evicted()
+        gone = self.evicted()
         member = self.members.get(event.session)
         outcomes, leases = iter(reply.outcomes), iter(reply.leases)
         columns = [
@@ -312,11 +235,12 @@ class Model(Party):
                     self._granted(event.session, next(leases), item, chunk_hash, parent, extents)
                 parent = chunk_hash
         assert [*outcomes, *leases] == []
-        if len(event.items) == 1 and member is not None:
+        if len(event.items) == 1 and member is not None and not self.disturbed:
             self._check_room(event.items[0], member, reply, gone)
-        assert reply.largest_free_bytes == self.memory.longest_run(set()) * PAGE
+        if not self.disturbed:
+            assert reply.largest_free_bytes == self.memory.longest_run(set()) * PAGE
 
-    def _evicted(self) -> dict[ChunkHash, Stored]:
+    def evicted(self) -> dict[ChunkHash, Stored]:
         """Chunks whose generations changed: all rows at once, and nobody was reading them."""
         table = self.memory.generations
         gone = {}
@@ -344,6 +268,8 @@ class Model(Party):
         if chunk is not None:
             same = chunk.rows == member.rows
             return {StageOutcome.RESIDENT if same else StageOutcome.LAYOUT_MISMATCH}
+        if self.coming(chunk_hash):
+            return {StageOutcome.IN_PROGRESS}
         other = self.writes.get(self.latest.get(chunk_hash, 0))
         if other is not None and self.now_s - other.since_s < self.limits.in_progress_after_s:
             return {StageOutcome.IN_PROGRESS}
@@ -372,7 +298,15 @@ class Model(Party):
         writers = [member.workers[rank] for rank in member.ranks]
         assert lease not in self.writes
         self.writes[lease] = Write(
-            session, chunk_hash, parent, extents, writers, member.rows, item.salt, self.now_s
+            session,
+            chunk_hash,
+            parent,
+            extents,
+            writers,
+            member.rows,
+            item.salt,
+            self.now_s,
+            member.fingerprint,
         )
         self.latest[chunk_hash] = lease
 
@@ -409,18 +343,25 @@ class Model(Party):
                 assert outcome is CommitOutcome.UNKNOWN_LEASE
                 continue
             self._finish(lease)
-            if write.hash in self.resident:
-                assert outcome is CommitOutcome.ALREADY_RESIDENT
+            if write.doomed or write.hash in self.resident:
+                refused = CommitOutcome.ALREADY_RESIDENT
+                assert outcome is (CommitOutcome.UNKNOWN_LEASE if write.doomed else refused)
                 for extent in write.extents:
                     self.memory.release(extent)
                 continue
             assert outcome is CommitOutcome.COMMITTED
-            for extent in write.extents:
-                new = self.memory.generations[extent.slot]
-                assert new > extent.generation, "published under the writer's generation"
-                extent.generation = new
-            chunk = Stored(write.hash, write.parent, write.extents, write.rows, write.salt)
-            self.resident[write.hash] = chunk
+            self.publish(write)
+
+    def publish(self, write: Write) -> Stored:
+        for extent in write.extents:
+            extent.generation += 1  # one step: an eviction in the same event shows as another
+            new = self.memory.generations[extent.slot]
+            assert new >= extent.generation, "published under the writer's generation"
+        chunk = Stored(
+            write.hash, write.parent, write.extents, write.rows, write.salt, write.fingerprint
+        )
+        self.resident[write.hash] = chunk
+        return chunk
 
     def abort(self, event: ev.Abort, reply: ev.Done) -> None:
         ended = 0

@@ -32,6 +32,7 @@ class Member:
     rows: Rows = ()  # of all ranks, since the session was last ready
     ranks: tuple[int, ...] = ()
     writes: bool = False
+    fingerprint: bytes = b""  # of all ranks, since then
 
     @property
     def ready(self) -> bool:
@@ -95,6 +96,7 @@ class Party:
             ready = effects.pop()
             assert isinstance(ready, ev.SessionReady)
             assert (ready.session, ready.rows) == (event.session, member.rows)
+            member.fingerprint = ready.fingerprint
         assert effects == []
 
     def _bad(self, event: ev.Join) -> bool:

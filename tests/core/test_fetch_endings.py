@@ -178,16 +178,15 @@ def test_clear_by_force_ends_it(shell: MakeShell) -> None:
     assert w.directory.arena.free_bytes == w.directory.arena.populated_bytes
 
 
-def test_clear_leaves_what_is_held_and_publishes_nothing(shell: MakeShell) -> None:
+def test_clear_publishes_nothing_and_hands_out_nothing(shell: MakeShell) -> None:
     w = shell()
     ticket, keys = pending(w)
     w.bring(keys[2])
     w.do(ev.Clear())
     w.bring(keys[3])
     hit = w.hit(ticket)
-    assert (hit.chunks, hit.reasons) == (2, (Reason.EVICTED,))
+    assert hit == nothing(Reason.EVICTED)
     assert w.resident(keys) == [False] * 3
-    w.end("s", hit.lease)
     assert w.directory.arena.free_bytes == w.directory.arena.populated_bytes
     again = w.ask("s", keys)  # L2 still has it
     w.bring()
@@ -202,6 +201,16 @@ def test_a_dropped_chunk_that_is_on_its_way_is_not_published(shell: MakeShell) -
     w.bring()
     assert w.resident(keys) == [True, True, False]
     assert (w.hit(ticket).chunks, len(w.hit(ticket).reasons)) == (2, 1)
+
+
+def test_a_chunk_dropped_after_it_was_reserved_is_not_handed_out(shell: MakeShell) -> None:
+    w = shell()
+    ticket, keys = pending(w, local=2)
+    w.do(ev.Drop("s", keys[2]))
+    w.bring()
+    hit = w.hit(ticket)
+    assert (hit.chunks, hit.reasons[0]) == (1, Reason.CORRUPT)
+    assert w.directory.slots.reserved_bytes == PAGE
 
 
 def test_drop_makes_l2_forget_the_chunk(shell: MakeShell) -> None:

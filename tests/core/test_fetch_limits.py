@@ -65,6 +65,34 @@ def test_the_deadline_of_one_is_not_that_of_the_other(shell: MakeShell) -> None:
     assert w.hit(patient).chunks == 2
 
 
+def test_the_deadline_passes_before_the_backends_have_answered(shell: MakeShell) -> None:
+    w = shell()
+    w.join("s")
+    keys = chain("a", 2)
+    w.store("s", keys[:2])
+    w.put(keys)
+    ticket = w.ask("s", keys, wait_s=0.1, probe=False)
+    question = w.probes.pop(ticket)
+    assert question.deadline_s == w.now_s + 0.1
+    w.now_s += 0.1
+    assert w.did(ev.Expire(ticket)) == 1
+    assert w.hit(ticket).chunks == 1
+    assert w.did(ev.Probed(ticket, (1,))) == 0
+    assert not w.fetches
+
+
+def test_what_an_engine_committed_before_the_deadline_counts(shell: MakeShell) -> None:
+    w = shell()
+    w.join("s")
+    keys = chain("a", 2)
+    w.put(keys)
+    staged = w.stage("s", keys, 0, 1)
+    ticket = w.ask("s", keys)
+    w.commit("s", staged.leases)
+    w.ring(ticket)
+    assert (w.hit(ticket).chunks, w.hit(ticket).reasons) == (1, (TIMEOUT,))
+
+
 # ---- the deadline of the I/O
 
 

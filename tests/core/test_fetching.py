@@ -217,6 +217,27 @@ def test_two_backends_with_different_contents(shell: MakeShell) -> None:
     assert stored == [0b01, 0b10, 0b01]
 
 
+@pytest.mark.parametrize("outcome", [IoOutcome.OK, IoOutcome.MISSING])
+def test_what_one_backend_does_not_bring_the_other_is_asked_for(
+    shell: MakeShell, outcome: IoOutcome
+) -> None:
+    w = shell(backends=2)
+    w.join("s")
+    keys = chain("a", 2)
+    w.put(keys, 0)
+    w.put(keys, 1)
+    tickets = [w.ask("s", keys), w.ask("s", keys)]
+    w.bring(keys[1], outcome=IoOutcome.CORRUPT)
+    assert w.fetches[keys[1]].backend == 1
+    w.bring(keys[1], outcome=outcome)
+    w.bring()
+    for ticket in tickets:
+        came = outcome is IoOutcome.OK
+        assert (w.hit(ticket).chunks, w.hit(ticket).tiers) == ((2, b"\2\1") if came else (0, b""))
+        assert w.hit(ticket).reasons == (() if came else (MISS, MISS))
+    assert w.counters["fetches"] == 3
+
+
 def test_a_busy_backend_is_passed_over(shell: MakeShell) -> None:
     w = shell(backends=2, fetches_per_backend=1)
     w.join("s")

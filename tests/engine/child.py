@@ -25,7 +25,14 @@ os.environ.update(
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 ANSWER = "ANSWER "
-SCENARIOS = ("scenarios_exact", "scenarios_publish", "scenarios_server", "scenarios_policy")
+SCENARIOS = (
+    "scenarios_exact",
+    "scenarios_publish",
+    "scenarios_server",
+    "scenarios_policy",
+    "scenarios_loading",
+    "scenarios_wishes",
+)
 
 
 def text_tokens(tokenizer: Any, count: int, offset: int = 0) -> list[int]:
@@ -255,8 +262,9 @@ def failing_loads(engine: Engine, first_chunk: int) -> Iterator[list[str]]:
     side = engine.worker.worker_side
     real, hit = side._retrieve, []
 
-    def retrieve(load: Any) -> tuple[set[int], set[int]]:
-        broken, stale = real(load)
+    def retrieve(task: Any) -> tuple[set[int], set[int]]:
+        broken, stale = real(task)
+        load = task.load
         bad = set(range(first_chunk, len(load.blocks)))
         for index in bad:
             for block in load.blocks[index]:

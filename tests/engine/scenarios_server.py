@@ -11,9 +11,9 @@ from typing import Any
 from tests.engine.child import Engine
 
 
-def _serve(socket: str) -> subprocess.Popen[bytes]:
+def _serve(socket: str, *flags: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "kvkeep", "serve", "--socket", socket, "--l1-size", "512MiB"]
-    return subprocess.Popen([*command, "--no-http"], stderr=subprocess.DEVNULL)
+    return subprocess.Popen([*command, "--no-http", *flags], stderr=subprocess.DEVNULL)
 
 
 def absent(socket: str) -> Any:

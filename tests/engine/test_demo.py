@@ -20,9 +20,9 @@ from tests.servers import kvkeep_command, kvkeep_env
 
 from kvkeep.bench.engine_messages import Answer, Piece
 from kvkeep.bench.engine_process import EngineUnavailable, require_engine
-from kvkeep.cli.demo import CannotWrite, run_demo
+from kvkeep.cli.demo import CORRUPTED, CannotWrite, run_demo
 from kvkeep.cli.demo_prompts import DocumentUnusable, build_prompts, read_document
-from kvkeep.cli.demo_report import DEVICE, L1, NONE, Report, Run
+from kvkeep.cli.demo_report import DEVICE, L1, L2, NONE, Report, Run
 
 CHUNK = 256
 SMALL_L1 = "768MiB"
@@ -33,8 +33,11 @@ STEPS = [
     ("second question", L1),
     ("server killed, question 1", NONE),
     ("server killed, question 2", NONE),
-    ("server back, L1 is empty", NONE),
-    ("server back, caching again", L1),
+    ("server back, L1 is empty", L2),
+    ("once more", L1),
+    ("new server, new engine", L2),
+    ("a file is corrupted", L2),
+    ("and written anew", L2),
 ]
 
 
@@ -62,12 +65,17 @@ def test_the_demo_shows_the_main_job(short: Path) -> None:
         assert run["prompt_tokens"] > 3_000
         assert run["token_ids"]
         assert run["text"]
-        if run["tier"] == L1:
-            assert run["cached_tokens"] >= 0.95 * run["whole_chunk_tokens"] > 2_800
-            assert run["cached_by_tier"] == {DEVICE: 0, L1: run["cached_tokens"]}
+        if run["tier"] in (L1, L2):
+            assert run["cached_tokens"] >= 0.95 * run["whole_chunk_tokens"]
+            others = dict.fromkeys({DEVICE, L1, L2} - {run["tier"]}, 0)
+            assert run["cached_by_tier"] == {run["tier"]: run["cached_tokens"], **others}
+            partial = run["name"] == "a file is corrupted"
+            whole = run["whole_chunk_tokens"]
+            assert whole == CORRUPTED * CHUNK if partial else whole > 2_800
         if run["tier"] == NONE:
             assert run["cached_tokens"] == 0
     assert result["ttft_cold_over_l1"] >= 10
+    assert result["ttft_cold_over_l2"] >= 5
     assert {"kvkeep", "vllm", "torch", "python", "model"} <= set(result["versions"])
     assert all(name in out for name, _ in STEPS)
     assert not list(short.glob("kvkeep-demo-*")), "its folder stays only when it failed"
@@ -206,6 +214,7 @@ def run(
     expected: str = NONE,
     cached: int = 0,
     l1: int = 0,
+    l2: int = 0,
     tokens: tuple[int, ...] = (5, 6),
     ttft_s: float = 20.0,
 ) -> Run:
@@ -219,7 +228,8 @@ def run(
         token_ids=list(tokens),
         text="some words",
     )
-    return Run(name, question, expected, answer, l1, 3_328)
+    whole, partial = (1_792, True) if name == "corrupted" else (3_328, False)
+    return Run(name, question, expected, answer, l1, l2, whole, partial)
 
 
 def good_runs() -> list[Run]:
@@ -229,6 +239,8 @@ def good_runs() -> list[Run]:
         run("own", expected=DEVICE, cached=3_328, ttft_s=0.4),
         run("other", question=2, expected=L1, cached=3_328, l1=3_328, tokens=(8,)),
         run("killed", question=2, tokens=(8,)),
+        run("restarted", expected=L2, cached=3_328, l2=3_328, ttft_s=1.0),
+        run("corrupted", expected=L2, cached=1_792, l2=1_792),
     ]
 
 
@@ -236,8 +248,9 @@ def test_a_good_report() -> None:
     report = Report(runs=good_runs())
     assert report.problems() == []
     assert report.same_tokens
-    assert report.cold_over_l1 == 40.0
-    assert [r.tier for r in report.runs] == [NONE, L1, DEVICE, L1, NONE]
+    assert report.cold_over(L1) == 40.0
+    assert report.cold_over(L2) == 20.0
+    assert [r.tier for r in report.runs] == [NONE, L1, DEVICE, L1, NONE, L2, L2]
 
 
 @pytest.mark.parametrize(
@@ -247,6 +260,8 @@ def test_a_good_report() -> None:
         (run("x", expected=L1, cached=3_328), "0 of 3328 tokens came from L1"),
         (run("x", cached=256, l1=256), "256 tokens were cached, none should be"),
         (run("x", expected=DEVICE, cached=3_328, l1=3_328), "its own prefix cache"),
+        (run("x", expected=L2, cached=3_328, l1=3_328), "0 of 3328 tokens came from L2"),
+        (run("corrupted", expected=L2, cached=2_048, l2=2_048), "1792 can be right at most"),
         (run("x", tokens=(5, 7)), "differs from the one computed"),
         (run("x", question=3, expected=L1, cached=3_328, l1=3_328), "differs"),
     ],
@@ -254,12 +269,12 @@ def test_a_good_report() -> None:
 def test_what_is_wrong_is_said(wrong: Run, said: str) -> None:
     (problem,) = Report(runs=[*good_runs(), wrong]).problems()
     assert said in problem
-    assert problem.startswith('"x"')
+    assert problem.startswith(f'"{wrong.name}"')
 
 
 def test_an_empty_report_is_no_success() -> None:
     assert not Report().same_tokens
-    assert Report().cold_over_l1 is None
+    assert Report().cold_over(L1) is None
 
 
 def test_the_report_on_disk_and_on_screen(
@@ -276,5 +291,5 @@ def test_the_report_on_disk_and_on_screen(
     }  # fmt: skip
     report.show()
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["hit", "3,340", "0", "3,328", "0.50", "s", "some", "words", "yes"] in lines
-    assert ["bad", "3,340", "0", "0", "20.00", "s", "some", "words", "NO"] in lines
+    assert ["hit", "3,340", "0", "3,328", "0", "0.50", "s", "some", "words", "yes"] in lines
+    assert ["bad", "3,340", "0", "0", "0", "20.00", "s", "some", "words", "NO"] in lines

@@ -1,39 +1,14 @@
 """The connector under the real vLLM with real weights; each test asserts on one child process."""
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.child import ANSWER
 from tests.engine.models import make_gemma3, make_lora
-from tests.servers import kvkeep_env, running_server
+from tests.engine.parent import scenario
+from tests.servers import running_server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """One server for the tests that do not kill it; every scenario clears it first."""
-    folder = tmp_path_factory.mktemp("server")
-    settings = {"l1.session_staging_fraction": 1}
-    with running_server(folder, l1_size="768MiB", settings=settings) as server:
-        yield server.socket
-
-
-def scenario(name: str, socket: str | Path, **options: Any) -> Any:
-    """Run one scenario in a child process and return its answer."""
-    command = [sys.executable, "-m", "tests.engine.child", name, str(socket), json.dumps(options)]
-    env = kvkeep_env(PYTHONPATH=os.pathsep.join([str(ROOT / "src"), str(ROOT)]))
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=580)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
-    assert lines, f"exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-    return json.loads(lines[-1].removeprefix(ANSWER))
 
 
 # ---- exactness

@@ -1,59 +1,11 @@
 """The worker side copies only what is still its own: real shared memory, real blocks, no server."""
 
-import ctypes
-import os
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from kvkeep.shm import GenerationTable, Mapping, SharedArena
+from tests.engine.worker_parts import EPOCH, MIB, Parts
 
 pytestmark = pytest.mark.engine
-
-EPOCH = 7
-MIB = 1 << 20
-
-
-class Parts:
-    """An arena of 32 MiB, its table, a client's mapping of both, and a worker on top."""
-
-    def __init__(self) -> None:
-        import torch
-
-        from kvkeep.connectors.blocks import DeviceBlocks
-        from kvkeep.connectors.vllm.worker_side import WorkerSide
-
-        self.arena, self.table = SharedArena(32 * MIB), GenerationTable(16)
-        self.arena.populate_step()
-        self.mapping = Mapping(
-            os.dup(self.arena.fd),
-            os.dup(self.table.fd),
-            arena_bytes=32 * MIB,
-            slots=16,
-            write=True,
-            epoch=EPOCH,
-        )
-        storage = torch.arange(2 * 8 * 256, dtype=torch.int64).view(2, 8, 256)
-        self.pool = storage.clone()
-        caches = {f"layer{i}": storage[i] for i in range(2)}
-        self.storage = storage
-        client: Any = SimpleNamespace(mapping=self.mapping)
-        self.side = WorkerSide(DeviceBlocks.from_kv_caches(caches, 8), client, rank=0)
-
-    def bytes_at(self, offset: int, size: int) -> bytes:
-        return ctypes.string_at(self.mapping.address + offset, size)
-
-
-@pytest.fixture
-def parts() -> Iterator[Parts]:
-    made = Parts()
-    yield made
-    made.side.client.mapping = None
-    assert made.mapping.close()
-    made.table.close()
-    made.arena.close()
 
 
 def stage(number: int, *, offset: int, generation: int, epoch: int = EPOCH) -> Any:

@@ -45,6 +45,8 @@ class Usage:
     evicted_objects: int = 0
     quarantined_objects: int = 0
     scanned: float = 1.0  # share of the index that is rebuilt; 1.0: complete
+    read_only: bool = False  # it refuses every put
+    last_error: str = ""  # of work that nobody waited for, such as an eviction
 
 
 class Backend(Protocol):
@@ -65,7 +67,8 @@ class Backend(Protocol):
         """Read header and payload into the items' memory.
 
         Returns each object's stored payload size, or ABSENT. An object of another size than
-        `length` is reported with its own size; then only its header page need have been read.
+        `length` is reported with its own size (0 where not even a header page is there); then only
+        its header page need have been read. Memory is not touched after the return or a raise.
         """
 
     async def put(self, items: Sequence[Item]) -> Sequence[IoOutcome]:

@@ -201,7 +201,8 @@ class Store:
             "quarantined": usage.quarantined_objects,
             "corrupt": {str(problem): count for problem, count in sorted(self._broken.items())},
             "operations": self._backend.meter.as_dict(),
-            "last_error": self._last_error,
+            "read_only": usage.read_only,
+            "last_error": self._last_error or usage.last_error,
         }
 
     # ---- parts of get and put

@@ -35,6 +35,7 @@ WRITERS = 4
 MOST_THREADS = 256
 LEAST_CAPACITY_BYTES = 1 << 20
 CLOSE_WAIT_S = 1.0
+READ_ONLY_AGAIN_NS = 10_000_000_000  # a place that turned read-only is written to again
 LOGGER = "kvkeep.server.fs"  # below the server's logger: its handlers write these lines
 _NAMES_AT_ONCE = 256
 _LABELS_KEPT = 1_024
@@ -93,6 +94,7 @@ class FsBackend:
         self._held: Held | None = None
         self._scan: asyncio.Task[None] | None = None
         self._slots = asyncio.Semaphore(2 * settings.writers)
+        self._read_only_until_ns = 0
 
     @property
     def last_error(self) -> str:
@@ -138,11 +140,25 @@ class FsBackend:
 
     async def put(self, items: Sequence[Item]) -> Sequence[IoOutcome]:
         held = self._open_held()
-        if held.place.read_only:
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self._settings.root))
-        if not held.complete.is_set():
+        # Refusals, not failures: reading goes on, and is not cut off by the breaker.
+        if held.place.read_only and self._clock() >= self._read_only_until_ns:
+            self._read_only_until_ns = self._clock() + READ_ONLY_AGAIN_NS
+            await self.probe()  # takes it into use anew if it has become writable
+            held = self._open_held()
+        if not held.complete.is_set() or self._is_read_only(held):
             return [IoOutcome.REFUSED] * len(items)
-        return await _all_settled([self._put(held, item) for item in items])
+        try:
+            return await _all_settled([self._put(held, item) for item in items])
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
+            held.failed("store", error)
+            self._read_only_until_ns = self._clock() + READ_ONLY_AGAIN_NS
+            return [IoOutcome.REFUSED] * len(items)
+
+    def _is_read_only(self, held: Held) -> bool:
+        """Opened so, or turned so a moment ago; that is tried again."""
+        return held.place.read_only or self._clock() < self._read_only_until_ns
 
     async def delete(
         self, space: Namespace, keys: Sequence[ObjectKey], *, broken: bool = False
@@ -185,6 +201,8 @@ class FsBackend:
             evicted_objects=held.evicted,
             quarantined_objects=len(held.quarantine),
             scanned=held.scanned,
+            read_only=self._is_read_only(held),
+            last_error=held.last_error,
         )
 
     # ---- one object

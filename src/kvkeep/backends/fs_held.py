@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
+from time import time_ns
 
 from kvkeep.backends import fs_scan
 from kvkeep.backends.fs_files import Files, list_quarantine, remove, set_aside
@@ -154,8 +155,8 @@ class Held:
             )
         except (OSError, BackendError) as error:
             self.failed("evict", error)
-            again = self.index.add(*name, entry.size, entry.value_ns)
-            again.uses = entry.uses
+            # As if used now: one file that cannot be removed must not fail every store.
+            self.index.add(*name, entry.size, time_ns(), uses=entry.uses)
             self.room.stuck(entry.disk_bytes, error)
         else:
             self.evicted += 1
@@ -168,11 +169,9 @@ class Held:
             await self.pools.writers.run(partial(remove, self.place, aside))
         except (OSError, BackendError) as error:
             self.failed("evict", error)
-            self.room.stuck(size_bytes, error)
-            self.quarantine[aside] = size_bytes
+            self.room.stuck(size_bytes, error)  # counted, and not tried again
         else:
             self.room.left(size_bytes)
-        finally:
             self._leaving_aside.discard(aside)
 
     # ---- quarantine

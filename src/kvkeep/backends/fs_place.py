@@ -47,10 +47,10 @@ class Place:
     def __init__(self, root: Path, fd: int) -> None:
         self.root = root
         self.fd = fd
+        self._lock_fd: int | None = None
         stat = os.fstat(fd)
         self.device = stat.st_dev
         self._inode = stat.st_ino
-        self._lock_fd: int | None = None
         self.identity: Identity | None = None
         self.read_only = False
         self.released = False

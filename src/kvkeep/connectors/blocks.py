@@ -34,6 +34,16 @@ class Run(NamedTuple):
     length: int
 
 
+class Mark(Protocol):
+    """A point in the order of copies."""
+
+    def query(self) -> bool:
+        """Whether every copy before it is done."""
+
+    def synchronize(self) -> None:
+        """Return when they are."""
+
+
 class Copier(Protocol):
     """Moves checked transfers; one per kind of device."""
 
@@ -55,6 +65,12 @@ class Copier(Protocol):
     def synchronize(self) -> None:
         """Return when every copy so far is done."""
 
+    def mark(self) -> Mark:
+        """A mark after every copy so far."""
+
+    def twin(self) -> "Copier":
+        """Another for the same blocks and pinned mapping, whose copies run beside this one's."""
+
 
 class DeviceBlocks:
     """The blocks of one KV group in one engine process, and their copies to and from extents.
@@ -68,7 +84,7 @@ class DeviceBlocks:
         self._geometry = geometry
         self._copier = copier
         self._word = geometry.stacks[0].dtype
-        self._device = geometry.stacks[0].device.type
+        self._device: str = geometry.stacks[0].device.type
 
     @classmethod
     def from_kv_caches(
@@ -81,6 +97,11 @@ class DeviceBlocks:
         """
         geometry = read_geometry(kv_caches, num_blocks)
         return cls(geometry, copier_for(geometry.stacks))
+
+    @property
+    def device(self) -> str:
+        """The kind of device the blocks are on: cpu, cuda."""
+        return self._device
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -157,6 +178,14 @@ class DeviceBlocks:
     def synchronize(self) -> None:
         """Return when every copy so far is done."""
         self._copier.synchronize()
+
+    def mark(self) -> Mark:
+        """A mark after every copy so far, to ask or wait for."""
+        return self._copier.mark()
+
+    def twin(self) -> "DeviceBlocks":
+        """The same blocks, whose copies neither wait for this object's nor delay them."""
+        return DeviceBlocks(self._geometry, self._copier.twin())
 
     def _check(self, block_ids: list[int]) -> None:
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.num_blocks:
@@ -239,6 +268,24 @@ class HostCopier:
 
     def synchronize(self) -> None:
         """Every copy is done already."""
+
+    def mark(self) -> Mark:
+        """Every copy is done already."""
+        return _Past()
+
+    def twin(self) -> "HostCopier":
+        """This one: it keeps no order between copies."""
+        return self
+
+
+class _Past:
+    """A mark that everything is behind."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return
 
 
 def copier_for(stacks: Sequence[torch.Tensor]) -> Copier:

@@ -23,12 +23,16 @@ SEGMENT_BYTES = 1 << 30
 class CudaCopier:
     """Enqueues copies on its own stream, after what the current stream has been given so far."""
 
-    def __init__(self, stacks: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        stacks: Sequence[torch.Tensor],
+        registered: list[tuple[int, int]] | None = None,
+    ) -> None:
         self._stacks = stacks
         self._device = stacks[0].device
         self._stream = torch.cuda.Stream(self._device)
         self._done = torch.cuda.Event()
-        self._segments: list[tuple[int, int]] = []
+        self._segments = registered if registered is not None else []  # shared with twins
 
     def gather(self, transfers: Sequence[Transfer]) -> None:
         """Device blocks -> extents."""
@@ -83,6 +87,16 @@ class CudaCopier:
     def synchronize(self) -> None:
         """This thread waits, without the interpreter lock, for every copy so far."""
         self._done.synchronize()
+
+    def mark(self) -> torch.cuda.Event:
+        """An event on the copies' stream."""
+        mark = torch.cuda.Event()
+        mark.record(self._stream)
+        return mark
+
+    def twin(self) -> "CudaCopier":
+        """A copier with a stream of its own; it copies only while the mapping is pinned here."""
+        return CudaCopier(self._stacks, self._segments)
 
     def _ordered(self) -> torch.cuda.StreamContext:
         # The blocks must have been computed, and nothing may still read the ones overwritten.

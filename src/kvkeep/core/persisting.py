@@ -151,7 +151,9 @@ class Persister:
             chunk.stored |= 1 << job.backend
             self._pauses[job.backend] = 0
             d.counters["persisted_bytes"] += chunk.size_bytes
-        if worst not in (IoOutcome.OK, IoOutcome.CANCELLED):
+        if worst is IoOutcome.REFUSED:  # not even tried: a scan, or an open breaker
+            self._paused_until_s[job.backend] = now_s + _PAUSE_S
+        elif worst not in (IoOutcome.OK, IoOutcome.CANCELLED):
             self._pause(job.backend, now_s)
         again = worst is not IoOutcome.OK and not job.doomed and chunk.linked
         if again and self._try_again(job, worst):

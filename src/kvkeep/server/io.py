@@ -16,9 +16,19 @@ from kvkeep.backends.guarded import Late
 from kvkeep.core import events as ev
 from kvkeep.errors import BackendError
 from kvkeep.server.overview import Log
-from kvkeep.types import HASH_BYTES, ChunkHash, IoOutcome, ObjectKey
+from kvkeep.types import (
+    HASH_BYTES,
+    ChunkHash,
+    Fingerprint,
+    IoOutcome,
+    Namespace,
+    ObjectKey,
+)
+
+FORGET_AGAIN_S = 1.0
 
 Apply = Callable[[ev.Event], ev.Reply]
+Forgotten = Callable[[Namespace, bool], None]  # of this space; whether every backend could
 
 
 class Io:
@@ -33,11 +43,15 @@ class Io:
         self._clock = clock
         self._log = log
         self._apply: Apply
+        self._forgotten: Forgotten
+        self._unforgotten: set[tuple[int, Fingerprint]] = set()  # backends that could not, yet
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def attach(self, apply: Apply) -> None:
-        """Where events go; once, before the first effect."""
+    def attach(self, apply: Apply, forgotten: Forgotten | None = None) -> None:
+        """Where events go, and the ends of ForgetStored; before the first effect."""
         self._apply = apply
+        if forgotten is not None:
+            self._forgotten = forgotten
 
     async def open(self) -> None:
         """Open every store, or none. Raises BackendError."""
@@ -82,7 +96,12 @@ class Io:
 
     def _probe(self, effect: ev.Probe) -> None:
         keys = _keys(effect.objects, effect.hashes)
-        answers = [store.contains(effect.space, keys) for store in self.stores]
+        answers: list[Sequence[bool] | Awaitable[Sequence[bool]]] = [
+            store.contains(effect.space, keys)
+            if self._may_use(number, effect.space)
+            else [False] * len(keys)
+            for number, store in enumerate(self.stores)
+        ]
         if any(isinstance(answer, Awaitable) for answer in answers):
             failed = ev.Probed(effect.ticket, (0,) * (len(effect.hashes) // HASH_BYTES), ~0)
             self._spawn(self._probe_later(effect, answers), lambda: failed)
@@ -124,6 +143,10 @@ class Io:
 
     async def _persist(self, effect: ev.Persist) -> None:
         store = self.stores[effect.backend]
+        if not self._may_use(effect.backend, effect.space):
+            refused = (IoOutcome.REFUSED,) * len(effect.offsets)
+            self._apply(ev.Persisted(effect.id, refused))
+            return
         there = store.contains(effect.space, _keys(effect.objects, effect.chunk))
         if isinstance(there, Awaitable):
             there = await there
@@ -145,11 +168,26 @@ class Io:
                 self._log("l2_delete_failed", level="warning", backend=store.name, why=str(error))
 
     async def _forget(self, effect: ev.ForgetStored) -> None:
-        for store in self.stores:
-            try:
-                await store.forget(effect.space)
-            except BackendError as error:
-                self._log("l2_forget_failed", level="warning", backend=store.name, why=str(error))
+        """Until a backend could, nothing of the layout is asked of it; tried until it works."""
+        wrong = {(number, effect.space.fingerprint) for number in range(len(self.stores))}
+        self._unforgotten |= wrong
+        await asyncio.gather(*[self._forget_in(number, effect.space) for number, _ in wrong])
+        self._forgotten(effect.space, not wrong & self._unforgotten)
+        while left := wrong & self._unforgotten:
+            await asyncio.sleep(FORGET_AGAIN_S)
+            await asyncio.gather(*[self._forget_in(number, effect.space) for number, _ in left])
+
+    async def _forget_in(self, number: int, space: Namespace) -> None:
+        store = self.stores[number]
+        try:
+            await store.forget(space)
+        except BackendError as error:
+            self._log("l2_forget_failed", level="warning", backend=store.name, why=str(error))
+        else:
+            self._unforgotten.discard((number, space.fingerprint))
+
+    def _may_use(self, number: int, space: Namespace) -> bool:
+        return (number, space.fingerprint) not in self._unforgotten
 
     def _wanted(self, effect: ev.Transfer) -> list[Wanted]:
         """The arena's memory for each object of the chunk, in whole pages."""

@@ -89,15 +89,17 @@ class Overview:
         """One sentence for each problem; of L2 too."""
         found = sorted(self.problems.values())
         for store in self._stores():
-            if store["state"] != "closed" or store["stuck"]:
-                stuck = f"; {store['stuck']} calls are stuck" if store["stuck"] else ""
+            name = f"L2 {store['name']} ({printable(str(store['url']))})"
+            stuck = f"; {store['stuck']} calls are stuck" if store["stuck"] else ""
+            if store["state"] != "closed":
+                why = printable(str(store["why"] or "it is slow"))
                 found.append(
-                    f"L2 {store['name']} ({printable(str(store['url']))}) is not used: breaker "
-                    f"{store['state']}, {printable(str(store['why'] or 'slow'))}{stuck}; it is "
-                    "used again by itself when it works"
-                    if store["state"] != "closed"
-                    else f"L2 {store['name']} ({printable(str(store['url']))}) is slow{stuck}"
+                    f"{name} is not used: {why}{stuck}; it is used again by itself when it works"
                 )
+            elif stuck:
+                found.append(f"{name} is slow{stuck}")
+            if store["read_only"]:
+                found.append(f"{name} is read-only: nothing is persisted there; mount it writable")
         return found
 
     def _transfers(self) -> dict[str, int]:

@@ -26,6 +26,7 @@ from kvkeep.types import (
     Fingerprint,
     IoOutcome,
     LeaseId,
+    Namespace,
     PeerId,
     Role,
     StageOutcome,
@@ -89,10 +90,11 @@ class Service:
         self._log = log
         self._pending: dict[TicketId, _Waiting] = {}
         self._early: dict[TicketId, ev.Hit] = {}  # answered before the lookup's own call returned
+        self._forgetting: dict[Fingerprint, list[tuple[Client, int, int]]] = {}  # seq, chunks
         self._operators = Operators(self, clock, log)
         self._last_message_s = self._last_check_s = clock()
         if io is not None:
-            io.attach(self.apply)
+            io.attach(self.apply, self._forgotten)
 
     # ---- connections
 
@@ -146,6 +148,7 @@ class Service:
             writable=writes,
             server=__version__,
             backends=self.backends,
+            lookup_wait_ms=self.directory.limits.lookup_wait_s * 1e3,
         )
 
     def closed(self, peer: PeerId, why: str = "closed") -> None:
@@ -212,7 +215,7 @@ class Service:
             case m.Drop():
                 self.apply(ev.Drop(client.session, message.hashes))
             case m.Forget():
-                client.link.send(self._forget(client, message))
+                self._forget(client, message)
             case m.Note():
                 self._record(client, message.request).add(self._clock(), message.event)
             case m.Ping():
@@ -339,11 +342,24 @@ class Service:
             self._record(client, request).add(now, f"stored {chunks} {noun}")
         return m.Committed(message.seq, bytes(done.outcomes))
 
-    def _forget(self, client: Client, message: m.Forget) -> m.Forgotten:
+    def _forget(self, client: Client, message: m.Forget) -> None:
+        """The answer comes when L2 has forgotten too, or could not."""
+        session = self.directory.sessions.get(client.session)
+        if session is None or not session.ready:
+            client.link.send(m.Forgotten(message.seq, 0, done=False))
+            return
+        asked = self._forgetting.setdefault(session.fingerprint, [])
         done = self.apply(ev.Forget(client.session))
         assert isinstance(done, ev.Done)
         self._log("forgotten", session=client.session, chunks=done.changed)
-        return m.Forgotten(message.seq, done.changed)
+        asked.append((client, message.seq, done.changed))
+        if not self.backends:
+            self._forgotten(session.space(None), True)
+
+    def _forgotten(self, space: Namespace, done: bool) -> None:
+        for client, seq, chunks in self._forgetting.pop(space.fingerprint, ()):
+            if client.peer in self.clients:
+                client.link.send(m.Forgotten(seq, chunks, done))
 
     # ---- what people see of a request
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.core.events import NO_SLOT
-from kvkeep.testing.fake_client import FakeClient
+from kvkeep.testing.fake_client import Call, FakeClient
 from kvkeep.testing.layouts import Identity
-from kvkeep.testing.model import pack
 from kvkeep.testing.process import Process, ProcessEnded
+from kvkeep.testing.sim_usable import pack
 from kvkeep.testing.worker import Part, Report, Worker
 from kvkeep.types import ChunkHash, EndOutcome, Role, RowSpec, StageOutcome
 from kvkeep.wire import messages as m
@@ -38,6 +38,7 @@ class Request:
     loaded: asyncio.Event = field(default_factory=asyncio.Event)
     aborted: bool = False
     tainted: bool = False  # its blocks are, or were, garbage
+    asking: Call | None = None  # its lookup under way
 
 
 @dataclass(slots=True)
@@ -69,6 +70,7 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._items: list[_Item] = []
+        self._forgetting = False
         self._steps_left = world.rng.randint(*_LIFE_STEPS)
         self._build()
 
@@ -134,7 +136,8 @@ class Engine:
         """No request, copy or call is under way; nothing is in an engine that died."""
         if not all(process.alive for process in self.processes):
             return True
-        return not self._tasks and not self._items and not any(c.calls for c in self.clients)
+        asking = any(c.calls or c.pending for c in self.clients)
+        return not self._tasks and not self._items and not asking
 
     async def _steps(self) -> None:
         world, rng = self.world, self.world.rng
@@ -147,7 +150,9 @@ class Engine:
             if not ending and len(self.requests) < _MOST_REQUESTS and rng.random() < 0.5:
                 self._new_request()
             if self.requests and rng.random() < world.knobs.abort:
-                rng.choice(list(self.requests.values())).aborted = True
+                self._abort(rng.choice(list(self.requests.values())))
+            if rng.random() < world.knobs.forget and not self._forgetting:
+                self._spawn(self._forget())
             if self._items:
                 items, self._items = self._items, []
                 self._spawn(self._store(items))
@@ -165,7 +170,20 @@ class Engine:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    async def _forget(self) -> None:
+        """Its weights change: what was stored until now is wrong."""
+        self._forgetting = True
+        call = await self.scheduler.call(m.Forget)
+        if call is not None:
+            assert isinstance(call.reply, m.Forgotten)
+        self._forgetting = False
+
     # ---- one request
+
+    def _abort(self, request: Request) -> None:
+        request.aborted = True
+        if request.asking is not None and request.asking.ticket:
+            self.scheduler.abandon(request.asking)
 
     def _usable(self) -> bool:
         """Every rank is there, with the layout that this engine has."""
@@ -216,11 +234,23 @@ class Engine:
 
     async def _lookup(self, request: Request, *, near: bool) -> tuple[m.Found, int] | None:
         """The answer and its epoch."""
-        packed = pack(request.hashes)
-        call = await self.scheduler.call(
-            lambda seq: m.Lookup(seq, request.name, packed, request.salt, near, 1)
+        packed, rng, knobs = pack(request.hashes), self.world.rng, self.world.knobs
+        fetch, wait_ms = rng.random() >= knobs.no_fetch, rng.choice(knobs.waits_ms)
+        self.scheduler.process.check()
+        call = request.asking = self.scheduler.begin(
+            lambda seq: m.Lookup(seq, request.name, packed, request.salt, near, 1, fetch, wait_ms)
         )
         if call is None:
+            return None
+        timer = None
+        if rng.random() < knobs.give_up:
+            after_s = rng.random() * 0.1
+            timer = self.world.loop.call_later(after_s, self.scheduler.abandon, call)
+        answered = await self.scheduler.answered(call)
+        if timer is not None:
+            timer.cancel()
+        request.asking = None
+        if answered is None:
             return None
         assert isinstance(call.reply, m.Found)
         return call.reply, call.epoch
@@ -287,7 +317,8 @@ class Engine:
     def _stage_item(self, item: _Item) -> m.StageItem:
         request, start = item.request, item.start
         parent = request.hashes[start - 1] if start else request.root
-        return m.StageItem(request.name, parent, pack(request.hashes[start:]), request.salt)
+        packed = pack(request.hashes[start:])
+        return m.StageItem(request.name, parent, packed, request.salt, start)
 
     def _granted(self, wanted: Sequence[_Item], reply: m.Granted) -> list[Staged]:
         owners = [(i.request, h) for i in wanted for h in i.request.hashes[i.start :]]

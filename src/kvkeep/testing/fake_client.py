@@ -38,10 +38,11 @@ class Mapping:
 class Call:
     """One call under way; `reply` stays None when it is lost or abandoned."""
 
-    __slots__ = ("abandoned", "epoch", "reply", "waiter")
+    __slots__ = ("abandoned", "epoch", "reply", "ticket", "waiter")
 
     def __init__(self, epoch: int, waiter: asyncio.Future[None]) -> None:
         self.epoch = epoch
+        self.ticket = 0  # once the server has said that the answer comes later
         self.waiter = waiter
         self.reply: m.ServerMessage | None = None
         self.abandoned = False
@@ -68,6 +69,7 @@ class FakeClient:
         self.ready: m.Ready | None = None
         self.mapping: Mapping | None = None
         self.calls: dict[int, Call] = {}
+        self.pending: dict[int, Call] = {}  # by ticket
         self.closing = False
         self._seq = 0
         self._peer = 0
@@ -89,16 +91,37 @@ class FakeClient:
     async def call(self, make: Callable[[int], m.ClientMessage]) -> Call | None:
         """The answered call, or None: not connected, lost, or too slow."""
         self.process.check()
+        call = self.begin(make)
+        return await self.answered(call) if call is not None else None
+
+    def begin(self, make: Callable[[int], m.ClientMessage]) -> Call | None:
+        """Send a call; None: not connected."""
         if not self.up:
             return None
         self._seq += 1
         call = self.calls[self._seq] = Call(self._epoch, self.world.loop.create_future())
         self._send(make(self._seq))
-        timer = self.world.loop.call_later(self.world.knobs.patience_s, call.give_up)
+        return call
+
+    async def answered(self, call: Call) -> Call | None:
+        """Wait for it; None when it is lost, abandoned, or too slow without being pending."""
+        timer = self.world.loop.call_later(self.world.knobs.patience_s, self._too_slow, call)
         await call.waiter
         timer.cancel()
         self.process.check()
         return call if call.reply is not None and not call.abandoned else None
+
+    def _too_slow(self, call: Call) -> None:
+        if not call.ticket:
+            self.abandon(call)
+
+    def abandon(self, call: Call) -> None:
+        """Nobody wants the answer any more: what it grants is given back."""
+        if call.waiter.done():
+            return
+        if self.pending.pop(call.ticket, None) is not None:
+            self.notify(m.Cancel(call.ticket))
+        call.give_up()
 
     def notify(self, message: m.ClientMessage) -> None:
         """Send a notice; lost when there is no connection."""
@@ -108,7 +131,7 @@ class FakeClient:
     async def close(self) -> None:
         """Every call answered, copies ended, unmapped, Bye."""
         self.closing = True
-        while self.up and self.calls:
+        while self.up and (self.calls or self.pending):
             await self.process.sleep(_LOOK_S)
         while self.mapping is not None and self.mapping.users:
             await self.process.sleep(_LOOK_S)
@@ -187,6 +210,8 @@ class FakeClient:
                 self.ready = None
             case m.Grown() | m.Revoked():
                 pass
+            case m.Resolved():
+                self._resolved(message)
             case m.Problem():
                 raise AssertionError(f"an honest client was blamed: {message.text}")
             case _:
@@ -194,9 +219,24 @@ class FakeClient:
 
     def _answer(self, seq: int, message: m.ServerMessage) -> None:
         call = self.calls.pop(seq)  # KeyError: answered twice
+        if isinstance(message, m.Pending) and not call.abandoned:
+            assert message.ticket not in self.pending
+            call.ticket = message.ticket
+            self.pending[message.ticket] = call
+            return
         call.reply = message
         if call.abandoned:
             self._give_back(message)
+        call.wake()
+
+    def _resolved(self, message: m.Resolved) -> None:
+        """The answer of a pending lookup; nobody's when it crossed our Cancel."""
+        found = m.Found(0, *msgspec.structs.astuple(message)[1:])
+        call = self.pending.pop(message.ticket, None)
+        if call is None:
+            self._give_back(found)
+            return
+        call.reply = found
         call.wake()
 
     def _give_back(self, message: m.ServerMessage) -> None:
@@ -207,6 +247,8 @@ class FakeClient:
                 self.notify(m.End(lease, ranks, EndOutcome.UNUSED))
             case m.Granted(leases=leases) if leases:
                 self.notify(m.Abort(leases))
+            case m.Pending(ticket=ticket):
+                self.notify(m.Cancel(ticket))
             case _:
                 pass
 
@@ -223,9 +265,9 @@ class FakeClient:
         if self._peer and not self._confirms:
             self._confirms = self._peer
         self.end, self.ready, self._peer = None, None, 0
-        calls, self.calls = self.calls, {}
-        for call in calls.values():
+        for call in (*self.calls.values(), *self.pending.values()):
             call.give_up()
+        self.calls, self.pending = {}, {}
         if handshaking:
             assert self._welcomed is not None
             self._welcomed.set_result(False)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from kvkeep.testing.fake_client import FakeClient
+from kvkeep.testing.faulty_backend import Fault as L2Fault
+from kvkeep.testing.faulty_backend import Kind
 from kvkeep.types import EndOutcome
 from kvkeep.wire import messages as m
 
@@ -133,6 +135,56 @@ class Operate(Sometimes):
             assert failed == (what == "nonsense") or what == "explain"
 
 
+class Restart(Sometimes):
+    """The server is told to end: it drains to L2 for a while, then another one starts."""
+
+    def strike(self, rng: random.Random, world: "World") -> None:
+        service = world.host.service
+        if service is None:
+            return
+        world.host.drain()
+
+        def end() -> None:
+            if world.host.service is service:
+                world.host.kill()
+                world.loop.call_later(rng.random() * 0.2, world.host.start)
+
+        world.loop.call_later(rng.random() * 0.5, end)
+
+
+class Outage(Sometimes):
+    """An L2 fails at everything for a while."""
+
+    def strike(self, rng: random.Random, world: "World") -> None:
+        if not world.disks:
+            return
+        disk = rng.choice(world.disks)
+        fault = L2Fault(rng.choice((Kind.ERROR, Kind.SLOW)), delay_s=rng.random())
+        disk.plan.outage = fault
+
+        def over() -> None:
+            if disk.plan.outage is fault:
+                disk.plan.outage = None
+
+        world.loop.call_later(rng.choice((0.1, 1.0, 3.0)) * rng.random(), over)
+
+
+class DamageL2(Sometimes):
+    """Bytes in an L2 change while nobody looks."""
+
+    def strike(self, rng: random.Random, world: "World") -> None:
+        if world.disks:
+            rng.choice(world.disks).damage()
+
+
+class Unstick(Sometimes):
+    """What hung in an L2 goes on: late calls return, long after their deadline."""
+
+    def strike(self, rng: random.Random, world: "World") -> None:
+        if world.disks:
+            rng.choice(world.disks).backend.unstick()
+
+
 class Misuse(Sometimes):
     """Messages about leases that nobody has, or from who may not ask: refused, nothing changes."""
 
@@ -141,6 +193,7 @@ class Misuse(Sometimes):
         client = rng.choice([world.operator, *_clients(world)])
         client.notify(m.End(number, (0, 1, 7), EndOutcome.USED))
         client.notify(m.Abort((number,)))
+        client.notify(m.Cancel(number))
         client.notify(m.Note("r", "a note"))
         world.spawn(self._ask(client, number))
 
@@ -159,6 +212,10 @@ FAULTS: tuple[tuple[Callable[[float], Fault], float], ...] = (  # with the most 
     (Revoke, 0.3),
     (Operate, 0.15),
     (Misuse, 0.1),
+    (Restart, 0.01),
+    (Outage, 0.02),
+    (DamageL2, 0.2),
+    (Unstick, 0.05),
 )
 _ENABLED = 0.6
 

@@ -6,7 +6,7 @@ from kvkeep.core.keys import chunk_hash, root_hash
 from kvkeep.testing.engine import Engine
 from kvkeep.testing.knobs import PAGE_BYTES
 from kvkeep.testing.layouts import Identity
-from kvkeep.testing.model import pack
+from kvkeep.testing.sim_usable import pack
 from kvkeep.testing.worker import Part, Report
 from kvkeep.types import ChunkHash, CommitOutcome, GroupKind, RowSpec, SlotState, StageOutcome
 from kvkeep.wire import messages as m
@@ -19,6 +19,8 @@ _ROUNDS = 4  # eviction may take a fresh chunk while old ones are left; those go
 
 async def fill(world: "World") -> None:
     """Store until every byte of the arena holds this engine's chunks; AssertionError if not."""
+    for disk in world.disks:
+        disk.fill_up()
     size = world.knobs.arena_pages // world.knobs.slots * PAGE_BYTES
     rows = (RowSpec(0, GroupKind.FULL_ATTENTION, size),)
     who = Identity("filler", 1, rows, True, True, True, False, True)

@@ -5,17 +5,22 @@ has a new epoch, directory and arena; clients of the old one keep the old memory
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from kvkeep.backends.checked import Store
+from kvkeep.backends.registry import compose
 from kvkeep.core import events as ev
 from kvkeep.errors import ProtocolError
+from kvkeep.server.io import Apply, Forgotten, Io
+from kvkeep.server.overview import Log
 from kvkeep.server.service import Service
 from kvkeep.testing.knobs import PAGE_BYTES
 from kvkeep.testing.model import Memory, WatchedDirectory
 from kvkeep.testing.network import End, connection
 from kvkeep.testing.process import Process
-from kvkeep.types import Epoch, LeaseId, PeerId
+from kvkeep.testing.sim_storage import Mount
+from kvkeep.types import Epoch, LeaseId, Namespace, PeerId
 from kvkeep.wire import messages as m
 from kvkeep.wire.framing import client_frames, encode
 
@@ -34,6 +39,8 @@ class Host:
         self.service: Service | None = None
         self.directory: WatchedDirectory
         self.memory: Memory
+        self.io: Io | None = None
+        self.mounts: list[Mount] = []
         self._stopped = False
         self._backlog: deque[Callable[[], None]] = deque()
         self._served: list[Served] = []
@@ -46,14 +53,16 @@ class Host:
         size = knobs.arena_pages * PAGE_BYTES
         self.memory = Memory(Epoch(world.new_id()), bytearray(size), [0] * knobs.slots)
         self.directory = WatchedDirectory(
-            self.memory, world.new_id, limits=knobs.limits, seen=world.seen
+            self.memory, world.new_id, limits=knobs.limits, watch=world
         )
+        self.io = self._mounted() if knobs.limits.backends else None
         self.service = Service(
             self.directory,
             epoch=self.memory.epoch,
             capacity_bytes=size,
             clock=world.loop.time,
             log=_no_log,
+            io=self.io,
         )
         self._populate(self.service, 1)
         self._tick(self.service)
@@ -64,12 +73,50 @@ class Host:
             return
         self.service = None
         self.memory.model = None
+        for mount in self.mounts:
+            mount.die(self.world.rng)
+        if self.io is not None:
+            self.world.spawn(self.io.close())  # only so that nothing of it is left on the loop
         self._stopped = False
         self._backlog.clear()
         served, self._served = self._served, []
         for one in served:
             one.over = True
             one.end.close(cut=True)
+
+    def _mounted(self) -> Io:
+        """The real I/O on storage that outlives it."""
+        world = self.world
+        self.mounts = [Mount(disk, self.memory, world.fail) for disk in world.disks]
+
+        def log(event: str, **fields: object) -> None:
+            if event == "io_broken":
+                world.fail(AssertionError(f"io: {fields['why']}"))
+
+        stores = [
+            compose(mount, settings=world.knobs.l2.guard, log=log, offload=_at_once)
+            for mount in self.mounts
+        ]
+        return _Io(self, stores, log)
+
+    def from_io(self, memory: Memory, call: Callable[[], object]) -> None:
+        """What I/O says is heard by the server it belongs to, when that one runs."""
+
+        def hear() -> None:
+            try:
+                call()
+            except BaseException as error:  # else io would take it for its own
+                self.world.fail(error)
+                raise
+
+        if memory.model is not None:
+            self.do(hear)
+
+    def drain(self) -> None:
+        """SIGTERM: first everything goes to L2."""
+        service = self.service
+        if service is not None:
+            self.do(lambda: _ignore(service.apply(ev.Drain())))
 
     def stop(self, for_s: float) -> None:
         """SIGSTOP, and SIGCONT after a while; what arrives meanwhile waits in order."""
@@ -82,6 +129,7 @@ class Host:
         if service is not self.service:
             return
         self._stopped = False
+        self.directory.model.l2.woke_s = self.world.loop.time()
         while self._backlog:
             self._backlog.popleft()()
 
@@ -112,13 +160,13 @@ class Host:
         service = self.service
         if service is not None:
             # There is no message for it yet; the service's own door carries the push out.
-            self.do(lambda: _ignore(service._apply(ev.Revoke(lease))))
+            self.do(lambda: _ignore(service.apply(ev.Revoke(lease))))
 
     def clear(self) -> None:
         """An operator empties L1."""
         service = self.service
         if service is not None:
-            self.do(lambda: _ignore(service._apply(ev.Clear())))
+            self.do(lambda: _ignore(service.apply(ev.Clear())))
 
     def _populate(self, service: Service, step: int) -> None:
         if service is not self.service or step > _GROW_STEPS:
@@ -131,6 +179,26 @@ class Host:
         if service is self.service:
             self.do(service.tick)
             self.world.loop.call_later(_TICK_S, self._tick, service)
+
+
+class _Io(Io):
+    """The real one; what it says reaches its server through the host."""
+
+    def __init__(self, host: Host, stores: Sequence[Store], log: Log) -> None:
+        arena = memoryview(host.memory.arena)
+        super().__init__(stores, arena, clock=host.world.loop.time, log=log)
+        self._host = host
+        self._memory = host.memory
+
+    def attach(self, apply: Apply, forgotten: Forgotten) -> None:
+        def told(event: ev.Event) -> ev.Reply:
+            self._host.from_io(self._memory, lambda: apply(event))
+            return ev.Done(0)
+
+        def told_forgotten(space: Namespace, done: bool) -> None:
+            self._host.from_io(self._memory, lambda: forgotten(space, done))
+
+        super().attach(told, told_forgotten)
 
 
 class Served:
@@ -210,3 +278,8 @@ def _no_log(event: str, **fields: object) -> None:
 
 def _ignore(_: object) -> None:
     pass
+
+
+async def _at_once(job: Callable[[], list[bytes]]) -> list[bytes]:
+    """No threads here."""
+    return job()

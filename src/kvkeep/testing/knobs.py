@@ -8,9 +8,11 @@ import random
 from dataclasses import dataclass
 
 from kvkeep.core.directory import Limits
+from kvkeep.testing import sim_l2_knobs
 from kvkeep.testing.layouts import some_layouts
 from kvkeep.testing.network import Conditions
-from kvkeep.types import RowSpec
+from kvkeep.testing.sim_l2_knobs import L2Knobs
+from kvkeep.types import RowSpec, StorePolicy
 
 PAGE_BYTES = 4096
 
@@ -40,10 +42,16 @@ class Knobs:
     trusting: float  # an engine that cannot recompute: its reads are never revoked
     same_session: float  # an engine comes back under its old name
     keeps_mapping_s: float  # how long a process that lost its server waits before it comes back
+    l2: L2Knobs
+    no_fetch: float  # a lookup that does not want L2
+    waits_ms: tuple[float, ...]  # how long lookups say that they may wait for L2
+    give_up: float  # a pending lookup that nobody waits for any more
+    forget: float  # per step
 
     def calm(self) -> None:
         """No faults and no odd habits any more."""
         self.abort = self.load_fails = self.end_twice = self.unconfirmed = self.stall = 0.0
+        self.give_up = self.forget = 0.0
         self.network.delay_s, self.network.cut = 0.001, 0.1
         self.patience_s, self.keeps_mapping_s = 5.0, 0.05
 
@@ -61,6 +69,15 @@ def drawn(rng: random.Random) -> Knobs:
         session_reserve_fraction=rng.choice((0.25, 0.5, 0.9)),
         in_progress_after_s=rng.choice((0.05, 0.5, 2.0)),
         quarantine_s=rng.choice((0.5, 2.0)),
+        backends=rng.choice((0, 1, 1, 1, 2)),
+        lookup_wait_s=rng.choice((0.05, 0.2, 0.5)),
+        fetch_fraction=rng.choice((0.05, 0.25, 0.5)),
+        fetches_per_backend=rng.choice((1, 3, 8)),
+        persists_per_backend=rng.choice((1, 4)),
+        persist_queue_bytes=rng.choice((4 * PAGE_BYTES, 1 << 30)),
+        persist_tries=rng.choice((1, 3)),
+        low_water_fraction=rng.choice((0.2, 0.6)),
+        store_policy=rng.choice(list(StorePolicy)),
     )
     return Knobs(
         arena_pages=pages,
@@ -84,4 +101,9 @@ def drawn(rng: random.Random) -> Knobs:
         trusting=habit(0.7),
         same_session=habit(1.0),
         keeps_mapping_s=rng.choice((0.01, 0.3)),
+        l2=sim_l2_knobs.drawn(rng),
+        no_fetch=habit(0.5),
+        waits_ms=rng.choice(((-1.0,), (5.0, 50.0), (0.0, 20.0, 1000.0), (-1.0, 100.0))),
+        give_up=habit(0.4),
+        forget=habit(0.002),
     )

@@ -14,17 +14,19 @@ from typing import Any, get_args
 
 from blake3 import blake3
 
+from kvkeep.backends.breaker import State
 from kvkeep.core import audit
 from kvkeep.core import events as ev
 from kvkeep.testing import faults, virtual_loop
 from kvkeep.testing.filler import fill
 from kvkeep.testing.world import World
-from kvkeep.types import SlotState
+from kvkeep.types import Namespace, SlotState
 
 DEFAULT_STEPS = 1000  # core events of one seed's safety phase
 _SAFETY_S = 120.0  # a safety phase ends at the latest then, in virtual time
 _SETTLE_S = 60.0  # and a calm world must have settled within this
 _LOOK_S = 0.05
+_MOVES = ("get", "put")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +92,16 @@ async def _story(world: World, steps: int) -> None:
     world.start(faults.drawn(world.rng))
     while world.events < steps and world.loop.time() < _SAFETY_S:
         await asyncio.sleep(_LOOK_S)
-    world.finishing, world.may_leave = True, False
-    world.knobs.calm()
+    world.may_leave = False
+    world.calm()
     await _until(world, lambda: _nothing_leased(world), "idle engines hold leases")
     world.may_leave = True
     await _until(world, lambda: all(place.done() for place in world.places), "engines do not end")
+    await _until(world, lambda: _only_stuck(world), "L2 holds more than what hangs")
+    for disk in world.disks:
+        disk.backend.unstick()
     await _until(world, lambda: _nothing_held(world), "bytes are held for nobody")
+    _forgotten_is_gone(world)
     audit.check(world.host.directory)
     await fill(world)
 
@@ -120,6 +126,43 @@ def _nothing_leased(world: World) -> bool:
     return not any((s.recompute and s.reads_open) or s.writes_open for s in sessions)
 
 
+def _only_stuck(world: World) -> bool:
+    """What L2 still holds in L1 is exactly what calls touch that never returned."""
+    directory, mounts = world.host.directory, world.host.mounts
+    fetching = sorted(fetch.hash for fetch in directory.fetcher.flights.fetches.values())
+    writing = sorted(job.chunk.hash for job in directory.persister.running.values())
+    hanging = sum(disk.backend.hanging for disk in world.disks)
+    return (
+        not directory.fetcher.tickets
+        and fetching == sorted(h for mount in mounts for h in mount.chunks_under_way("get"))
+        and writing == sorted(h for mount in mounts for h in mount.chunks_under_way("put"))
+        and len(fetching) + len(writing) <= hanging
+    )
+
+
+def _forgotten_is_gone(world: World) -> None:
+    """No L2 in which nothing went wrong has what was stored before this epoch's last Forget."""
+    for disk in world.disks:
+        if disk.plan.struck:
+            continue
+        for fingerprint, when_s in world.host.directory.model.l2.forgotten_s.items():
+            left = disk.stored_before(Namespace(fingerprint), when_s)
+            assert not left, f"{len(left)} objects are left of what was forgotten"
+
+
+def _l2_is_quiet(world: World) -> bool:
+    """Nothing is under way or queued, every breaker is closed."""
+    directory, io = world.host.directory, world.host.io
+    stores = io.stores if io is not None else []
+    return (
+        not directory.fetcher.tickets
+        and not directory.fetcher.flights.fetches
+        and directory.persister.idle
+        and not any(mount.chunks_under_way(what) for mount in world.host.mounts for what in _MOVES)
+        and all(store.health().state is State.CLOSED for store in stores)
+    )
+
+
 def _nothing_held(world: World) -> bool:
     """No session, no peer but the operator's, no byte that is not free or resident."""
     slots, directory = world.host.directory.slots, world.host.directory
@@ -131,6 +174,7 @@ def _nothing_held(world: World) -> bool:
         and not directory.sessions
         and not any(peer.session for peer in directory.peers.values())
         and not directory.residents.unlinked
+        and _l2_is_quiet(world)
     )
 
 

@@ -17,6 +17,7 @@ from kvkeep.testing.host import Host
 from kvkeep.testing.knobs import drawn
 from kvkeep.testing.layouts import Identity
 from kvkeep.testing.process import Process, ProcessEnded
+from kvkeep.testing.sim_storage import Disk
 from kvkeep.types import Role, SlotState
 from kvkeep.wire import messages as m
 
@@ -31,7 +32,7 @@ class World:
         self.rng = random.Random(seed)
         self.knobs = drawn(self.rng)
         self.coverage: Counter[tuple[SlotState, str]] = Counter()
-        self.copies: Counter[str] = Counter()  # what became of every copy
+        self.copies: Counter[str] = Counter()  # what became of every copy and of L2's I/O
         self.events = 0
         self.recent: deque[str] = deque(maxlen=_RECENT)
         self.busy_until_s = 0.0  # no scheduler takes a step before
@@ -40,6 +41,8 @@ class World:
         self.over: asyncio.Future[BaseException | None] = loop.create_future()
         self.engines: dict[int, Engine] = {}
         self.places: list[asyncio.Task[None]] = []
+        names = [f"l2{number}" for number in range(self.knobs.limits.backends)]
+        self.disks = [Disk(self.rng, self.knobs.l2, name) for name in names]
         self.host = Host(self)
         self._hash = blake3()
         self._numbers = 0
@@ -82,6 +85,17 @@ class World:
             self._event = event
             self.events += 1
             self.recent.append(name)
+
+    def counted(self, what: str) -> None:
+        """Something worth counting happened."""
+        self.copies[what] += 1
+
+    def calm(self) -> None:
+        """No misfortune any more; calls that hang go on hanging."""
+        self.finishing = True
+        self.knobs.calm()
+        for disk in self.disks:
+            disk.calm()
 
     def trace(self, way: str, connection: int, data: bytes) -> None:
         """Bytes that reached or left the server become part of the digest."""

@@ -169,6 +169,7 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     writable: bool
     server: str = ""
     backends: tuple[str, ...] = ()  # names of L2 backends; a tier n > 0 is the n-th of them
+    lookup_wait_ms: float = 500.0  # what a lookup waits for L2 at most, unless it says itself
 
 
 class Refused(_Message, frozen=True, tag="refused"):
@@ -216,10 +217,15 @@ class Committed(_Message, frozen=True, tag="committed"):
 
 
 class Forgotten(_Message, frozen=True, tag="forgotten"):
-    """Answer to Forget: so many chunks were in L1."""
+    """Answer to Forget: so many chunks were in L1. `done`: and no L2 has any of them.
+
+    Not done: the session is not ready, or a backend failed; until it works nothing of the layout
+    is served from it, but a server that starts meanwhile would find the old objects.
+    """
 
     seq: int
     chunks: int
+    done: bool = True
 
 
 class Pong(_Message, frozen=True, tag="pong"):

@@ -16,14 +16,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
 from kvkeep import __version__
 from kvkeep.client import Client
 from kvkeep.connectors.blocks import DeviceBlocks
 from kvkeep.connectors.vllm import settings as settings_of
+from kvkeep.connectors.vllm.autostart import start_beside
 from kvkeep.connectors.vllm.identity import engine_fingerprint
+from kvkeep.connectors.vllm.lookups import Revocations
 from kvkeep.connectors.vllm.meta import Load, StepMeta, WorkerMeta
 from kvkeep.connectors.vllm.scheduler_side import SchedulerSide
+from kvkeep.connectors.vllm.stats import KVKeepPromMetrics, KVKeepStats
 from kvkeep.connectors.vllm.worker_side import WorkerSide
 from kvkeep.errors import ConfigError
 from kvkeep.shm import strong_memory_order
@@ -33,6 +40,7 @@ from kvkeep.wire import messages as m
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -73,9 +81,12 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         if self.settings.off:
             _log.warning("kvkeep stays out of this engine: %s", self.settings.off)
         elif role is KVConnectorRole.SCHEDULER:
-            client = self._client(self._hello(Role.SCHEDULER))
+            revocations = Revocations()
+            client = self._client(self._hello(Role.SCHEDULER), revocations.on_push)
             world = vllm_config.parallel_config.world_size
-            self.scheduler_side = SchedulerSide(self.settings, client, world)
+            self.scheduler_side = SchedulerSide(self.settings, client, world, revocations)
+            if self.settings.autostart:
+                start_beside(self.settings.socket, self.settings.autostart_args)
             client.start()
 
     @property
@@ -136,9 +147,9 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        if (side := self.scheduler_side) is not None:
-            self._guard(lambda: side.finished(request, block_ids), None)
-        return False, None
+        if (side := self.scheduler_side) is None:
+            return False, None
+        return False, self._guard(lambda: side.finished(request, block_ids), None)
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
@@ -149,11 +160,47 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         """Keep stepping while a staged chunk waits for its report."""
         return self.scheduler_side is not None and bool(self.scheduler_side.staged)
 
+    def reset_cache(self) -> bool | None:
+        """`reset_prefix_cache(reset_connector=True)`: True once the server has confirmed it."""
+        if self.settings.off:
+            return True  # this engine never stored anything
+        if (side := self.scheduler_side) is None:
+            return False
+        return self._guard(side.reset, False)
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """The scheduler's side counts for all."""
+        if (side := self.scheduler_side) is None:
+            return None
+        return self._guard(side.take_stats, None)
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        return KVKeepStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: "dict[type[PromMetric], type[PromMetricT]]",
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        return KVKeepPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     # ---- worker side, in vLLM's call order
 
     def register_kv_caches(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
         if not self.settings.off:
             self._guard(lambda: self._register(kv_caches), None)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Before anything is overwritten: vLLM 0.32 takes no block of a load that runs, but may."""
+        side, meta = self.worker_side, kv_connector_metadata
+        if side is not None and isinstance(meta, StepMeta) and meta.taken:
+            side.stop_loading(meta.taken)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: object) -> None:
         meta = self._get_connector_metadata()
@@ -176,7 +223,11 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
             side.fail_unreported_stages(meta)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        received = self.worker_side.take_received() if self.worker_side is not None else set()
+        if (side := self.worker_side) is None:
+            return None, None
+        meta = self._get_connector_metadata()
+        idle = isinstance(meta, StepMeta) and meta.scheduled_tokens == 0
+        received = side.take_received(finished_req_ids, nothing_to_compute=idle)
         return None, received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -189,9 +240,10 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker_side.take_report(meta.step)
 
     def shutdown(self) -> None:
-        for side in (self.scheduler_side, self.worker_side):
-            if side is not None:
-                side.client.close()
+        if self.worker_side is not None:
+            self.worker_side.close()
+        if self.scheduler_side is not None:
+            self.scheduler_side.client.close()
 
     # ---- inside
 
@@ -232,10 +284,13 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
             recompute=strong_memory_order(),
             wants_arena=role is Role.WORKER,
             client=f"kvkeep {__version__} vllm {vllm.__version__}",
+            chunk_tokens=self.settings.chunk_tokens,
         )
 
-    def _client(self, hello: m.Hello) -> Client:
-        return Client(self.settings.socket, hello, log=_log.info)
+    def _client(
+        self, hello: m.Hello, on_push: Callable[[m.ServerMessage], None] | None = None
+    ) -> Client:
+        return Client(self.settings.socket, hello, on_push=on_push, log=_log.info)
 
     def _guard(self, action: Callable[[], T], otherwise: T) -> T:
         """Run a hook; on any error log, count, and stay out of this engine from then on."""

@@ -44,6 +44,8 @@ class StepMeta(KVConnectorMetadata):
     step: int = 0
     loads: list[Load] = field(default_factory=list)
     stages: list[StageCopy] = field(default_factory=list)
+    scheduled_tokens: int = 0  # 0: the device has nothing else to do in this step
+    taken: set[str] = field(default_factory=set)  # lost their blocks while they are loaded
 
 
 @dataclass(slots=True)
@@ -53,7 +55,8 @@ class LoadReport:
     ranks: list[int]
     load_ms: float
     broken: set[int]  # indices into Load.blocks whose copy itself failed
-    stale: set[int]  # indices whose generation changed under the copy, or whose epoch is over
+    stale: set[int]  # indices whose bytes are not theirs: revoked, another epoch, or not copied
+    beside: bool = False  # copied beside the engine's steps, not within one
 
 
 @dataclass
@@ -79,4 +82,5 @@ class WorkerMeta(KVConnectorWorkerMetadata):
                 mine.load_ms = max(mine.load_ms, report.load_ms)
                 mine.broken |= report.broken
                 mine.stale |= report.stale
+                mine.beside |= report.beside
         return self

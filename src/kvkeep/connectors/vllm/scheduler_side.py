@@ -3,22 +3,26 @@
 The order of vLLM's calls and the rules for publishing are DESIGN sections 4 and 8: a chunk is
 staged when its end <= min(scheduled end, known tokens); committed only after the output of the step
 that copied it was processed and all ranks reported; a request that shares a block of a failed load
-is tainted for life. No call waits beyond the client's budget per step.
+is tainted for life. No call waits beyond the client's budget per step. Lookups are in lookups.py.
 """
 
+import logging
 import threading
 import time
 from array import array
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvkeep.client import Client
+from kvkeep.client import Call, Client
 from kvkeep.connectors.vllm.identity import bypass_reason
+from kvkeep.connectors.vllm.lookups import Lookups, Revocations
 from kvkeep.connectors.vllm.meta import Handle, Load, LoadReport, StageCopy, StepMeta, WorkerMeta
+from kvkeep.connectors.vllm.params import parse
 from kvkeep.connectors.vllm.settings import Settings
+from kvkeep.connectors.vllm.stats import DEVICE, KVKeepStats
 from kvkeep.connectors.vllm.tracked import Loading, Staged, Tracked
-from kvkeep.core.keys import root_hash
-from kvkeep.types import NO_LEASE, ChunkHash, EndOutcome, Fingerprint, StageOutcome
+from kvkeep.errors import ProtocolError, ServerAway
+from kvkeep.types import NO_LEASE, ChunkHash, CommitOutcome, EndOutcome, StageOutcome
 from kvkeep.wire import messages as m
 
 if TYPE_CHECKING:
@@ -26,16 +30,20 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-LOOKUP_WAIT_S = 0.001  # in one call of get_num_new_matched_tokens
 RETRY_STAGE_S = 0.25
 PING_S = 1.0
+RESET_WAIT_S = 2.0  # an operator waits, not a step
 _RATE_TOKENS = 64  # a step with fewer scheduled tokens says nothing about prefill speed
+
+_log = logging.getLogger("vllm.kvkeep")
 
 
 class SchedulerSide:
     """One per engine; called by vLLM's scheduler thread only."""
 
-    def __init__(self, settings: Settings, client: Client, world: int) -> None:
+    def __init__(
+        self, settings: Settings, client: Client, world: int, revocations: Revocations
+    ) -> None:
         self.settings = settings
         self.client = client
         self.requests: dict[str, Tracked] = {}
@@ -51,95 +59,35 @@ class SchedulerSide:
         self._step_started: dict[int, tuple[float, int]] = {}  # step -> (time, scheduled tokens)
         self._prefill_s_per_token: float | None = None
         self._last_ping_s = 0.0
-        self._roots: dict[tuple[bytes, str | None], ChunkHash] = {}
+        self._commits: deque[Call] = deque(maxlen=10_000)
+        self._was_up: bool | None = None
+        self.lookups = Lookups(settings, client, world, revocations)
+        self.stats = self.lookups.stats
 
     # ---- 1. lookup
 
     def on_new_request(self, request: "Request") -> None:
-        """Send the lookup at once, so that it overlaps the queue."""
-        tracked = Tracked(request, bypass_reason(request))
+        """Read the request's wishes, and send its lookup."""
+        params = parse(getattr(request, "kv_transfer_params", None))
+        tracked = Tracked(request, params, params.problem or bypass_reason(request))
         self.requests[request.request_id] = tracked
         if tracked.bypass:
             note = f"policy: {tracked.bypass}: neither looked up nor stored"
             self.client.notify(m.Note(tracked.id, note))
+            if params.problem:
+                _log.warning("kvkeep: request %s: kv_transfer_params: %s", tracked.id, note)
         else:
-            self._ask(tracked, near=False)
+            self.lookups.begin(tracked)
 
     def matched_tokens(self, request: "Request", local_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond the local hit that kvkeep will load; None: ask again next step."""
         tracked = self.requests.get(request.request_id)
-        if tracked is None or tracked.bypass:
+        if tracked is None:
             return 0, False
-        tracked.local_tokens = local_tokens
-        if tracked.lookup is None and tracked.found is None:
-            self._ask(tracked, near=True)
-        if not self._answered(tracked):
-            return None, False
-        if tracked.found_epoch != self.client.epoch:
-            tracked.found = None  # its server is gone, and the reservation with it
-        found = tracked.found
-        if found is not None and found.lease == NO_LEASE and found.chunks:
-            tracked.found = None  # there was no room to reserve when it arrived; now it counts
-            self._ask(tracked, near=True)
-            if not self._answered(tracked):
-                return None, False
-            found = tracked.found
-        if found is None:
+        if tracked.bypass:
+            tracked.local_tokens = local_tokens
             return 0, False
-        beyond = found.chunks * self._chunk - local_tokens
-        if beyond <= 0:
-            self._release(tracked, EndOutcome.UNUSED)
-            tracked.found = m.Found(found.seq, NO_LEASE, 0, (), b"")  # answered: nothing to load
-            return 0, False
-        return beyond, True
-
-    def _ask(self, tracked: Tracked, *, near: bool) -> None:
-        root = self._root(tracked.request.cache_salt)
-        chunks = (tracked.request.num_tokens - 1) // self._chunk
-        skip = getattr(tracked.request, "skip_reading_prefix_cache", False)
-        if root is None or chunks == 0 or skip or not self.settings.reads:
-            return
-        hashes = b"".join(tracked.chain(root, chunks, self._chunk))
-        tracked.asked_chunks = chunks
-        tracked.lookup = self.client.call(
-            lambda seq: m.Lookup(
-                seq,
-                tracked.id,
-                hashes,
-                tracked.request.cache_salt,
-                near,
-                tracked.request.num_prompt_tokens,
-            )
-        )
-
-    def _answered(self, tracked: Tracked) -> bool:
-        """False while the answer may still come. Takes it when it is there."""
-        call = tracked.lookup
-        if call is None:
-            return True
-        if not call.done and not call.abandoned:
-            self.client.wait(call, LOOKUP_WAIT_S)
-        if not call.done and not call.abandoned:
-            return False
-        tracked.lookup = None
-        if isinstance(call.reply, m.Found) and not call.abandoned:
-            tracked.found, tracked.found_epoch = call.reply, call.epoch
-        return True
-
-    def _release(self, tracked: Tracked, outcome: EndOutcome) -> None:
-        """End a reservation that no worker has seen."""
-        found, tracked.found = tracked.found, None
-        if found is not None and found.lease != NO_LEASE:
-            ranks = tuple(range(self._world))
-            self.client.notify(
-                m.End(
-                    found.lease,
-                    ranks,
-                    outcome,
-                    request=tracked.id,
-                    device_tokens=tracked.local_tokens,
-                )
-            )
+        return self.lookups.matched(tracked, local_tokens)
 
     # ---- 2. loads
 
@@ -149,15 +97,20 @@ class SchedulerSide:
         False when there is nothing to load although vLLM expects a load.
         """
         tracked = self.requests.get(request.request_id)
-        found = tracked.found if tracked is not None else None
-        if tracked is None or external_tokens <= 0 or found is None or found.lease == NO_LEASE:
-            if tracked is not None:
-                self._release(tracked, EndOutcome.UNUSED)
+        if tracked is None:
+            return external_tokens <= 0
+        if not tracked.admitted:
+            tracked.admitted, tracked.device_tokens = True, tracked.local_tokens
+            self.stats.hit(DEVICE, tracked.local_tokens)
+        found = tracked.found
+        if external_tokens <= 0 or found is None or found.lease == NO_LEASE:
+            self.lookups.release(tracked, EndOutcome.UNUSED)
             return external_tokens <= 0
         tracked.found = None
-        per_chunk = self._chunk // self.settings.block_tokens
-        first = tracked.local_tokens // self.settings.block_tokens  # first block to load
-        last = first + external_tokens // self.settings.block_tokens
+        block = self.settings.block_tokens
+        per_chunk = self._chunk // block
+        first = tracked.local_tokens // block  # first block to load
+        last = first + external_tokens // block
         chunks = range(first // per_chunk, -(-last // per_chunk))
         blocks: list[list[int | None]] = [
             [
@@ -172,7 +125,8 @@ class SchedulerSide:
             found.lease,
             tracked,
             tracked.hashes[chunks.start : chunks.stop],
-            external_tokens,
+            [block * sum(b is not None for b in row) for row in blocks],
+            self.lookups.tiers(found)[chunks.start : chunks.stop],
             tracked.local_tokens,
         )
         return True
@@ -183,13 +137,17 @@ class SchedulerSide:
         """What the workers must copy in this step; also the end of this step's waiting budget."""
         self._step += 1
         starts = self._follow(output)
-        meta = StepMeta(self._step, self.pending_loads, self._stage(output, starts))
-        self.pending_loads = []
         scheduled = output.total_num_scheduled_tokens
+        stages = self._stage(output, starts)
+        taken = {r for r in output.preempted_req_ids or () if r in self.loading}
+        meta = StepMeta(self._step, self.pending_loads, stages, scheduled, taken)
+        self.pending_loads = []
         self._step_started[self._step] = (time.monotonic(), scheduled)
         self._keep_alive()
+        self._count_commits()
         self.step_waits_s.append(self.client.waited_s)
         self.client.begin_step()
+        self.lookups.begin_step(scheduled)
         return meta
 
     def _follow(self, output: "SchedulerOutput") -> dict[str, int]:
@@ -227,18 +185,20 @@ class SchedulerSide:
         now = time.monotonic()
         for request_id, start in starts.items():
             tracked = self.requests[request_id]
-            if tracked.tainted or tracked.bypass or now < tracked.retry_at_s:
+            if not tracked.may_store or now < tracked.retry_at_s:
                 continue
             known = len(tracked.request.all_token_ids)
             end = min(start + output.num_scheduled_tokens.get(request_id, 0), known) // self._chunk
-            root = self._root(tracked.request.cache_salt) if tracked.next_chunk < end else None
+            root = (
+                self.lookups.root(tracked.request.cache_salt) if tracked.next_chunk < end else None
+            )
             if root is None:
                 continue
             first = tracked.next_chunk
             hashes = list(tracked.chain(root, end, self._chunk)[first:])
             parent = tracked.hashes[first - 1] if first else root
             items.append(
-                m.StageItem(tracked.id, parent, b"".join(hashes), tracked.request.cache_salt)
+                m.StageItem(tracked.id, parent, b"".join(hashes), tracked.request.cache_salt, first)
             )
             wanted.append((tracked, hashes))
         if not items:
@@ -311,7 +271,9 @@ class SchedulerSide:
                 bad = entry.failed or entry.tracked.tainted
                 (aborts if bad else commits).append(entry.lease)
         if commits:
-            self.client.call(lambda seq: m.Commit(seq, tuple(commits)), even_away=True)
+            call = self.client.call(lambda seq: m.Commit(seq, tuple(commits)), even_away=True)
+            if call is not None:
+                self._commits.append(call)
         if aborts:
             self.client.notify(m.Abort(tuple(aborts)))
 
@@ -334,26 +296,30 @@ class SchedulerSide:
         if loading is None or len(report.ranks) < self._world:
             return
         del self.loading[request_id]
-        bad = report.broken | report.stale
+        tracked, bad = loading.tracked, report.broken | report.stale
         if report.broken:
             hashes = b"".join(loading.hashes[i] for i in sorted(report.broken))
             self.client.notify(m.Drop(hashes))
-        tokens = loading.tokens
+        outcome, good = EndOutcome.USED, min(bad, default=len(loading.hashes))
         if bad:
-            lost = len(loading.hashes) - min(bad)
-            tokens = max(0, tokens - lost * self._chunk)
-        rate = self._prefill_s_per_token
-        saved_ms = None if rate is None else tokens * rate * 1e3 - report.load_ms
+            gone = self.requests.get(request_id) is not tracked  # aborted: the copy was cancelled
+            outcome = EndOutcome.UNUSED if gone else EndOutcome.FAILED
+        for tier, count in zip(loading.tiers[:good], loading.chunk_tokens, strict=False):
+            tracked.loaded_tokens[tier] = tracked.loaded_tokens.get(tier, 0) + count
+            self.stats.hit(tier, count)
+        failed = outcome is EndOutcome.FAILED
+        self.stats.load(report.load_ms / 1e3, beside=report.beside, failed=failed)
+        tokens, rate = sum(loading.chunk_tokens[:good]), self._prefill_s_per_token
         self.client.notify(
             m.End(
                 loading.lease,
                 tuple(report.ranks),
-                EndOutcome.FAILED if bad else EndOutcome.USED,
+                outcome,
                 request=request_id,
                 device_tokens=loading.local_tokens,
                 loaded_tokens=tokens,
                 load_ms=report.load_ms,
-                saved_ms=saved_ms,
+                saved_ms=None if rate is None else tokens * rate * 1e3 - report.load_ms,
             )
         )
 
@@ -367,34 +333,62 @@ class SchedulerSide:
             before = self._prefill_s_per_token
             self._prefill_s_per_token = rate if before is None else 0.7 * before + 0.3 * rate
 
-    def finished(self, request: "Request", block_ids: list[int]) -> None:
-        """The request ends. Its staged chunks go on by themselves; its reservation ends here."""
+    def finished(self, request: "Request", block_ids: list[int]) -> dict[str, Any] | None:
+        """The request ends. Its staged chunks go on by themselves; its reservation ends here.
+
+        Returns what its answer tells about kvkeep; None for a request that had no part in it.
+        """
         tracked = self.requests.pop(request.request_id, None)
         if tracked is None:
-            return
-        if tracked.lookup is not None:
-            self.client.abandon(tracked.lookup)
-        self._release(tracked, EndOutcome.UNUSED)
+            return None
+        self.lookups.forget(tracked)
         if tracked.tainted:
             self._forget_locally(set(block_ids))
+        return tracked.told() if tracked.asked or tracked.params.given else None
+
+    # ---- 5. the operator's acts
+
+    def reset(self) -> bool:
+        """Nothing of before is found again: True once the server has confirmed it.
+
+        False without a server too: what it keeps in L2 would be found when it is back.
+        """
+        for tracked in self.requests.values():
+            self.lookups.forget(tracked)
+            tracked.unstored = tracked.unstored or tracked.admitted
+        for entry in self.staged.values():
+            entry.failed = True  # computed before; its copy may still run
+        try:
+            reply = self.client.ask(m.Forget, RESET_WAIT_S)
+        except (ServerAway, ProtocolError) as error:
+            _log.warning("kvkeep: reset: not confirmed: %s", error)
+            return False
+        if isinstance(reply, m.Forgotten):
+            return True
+        _log.warning("kvkeep: reset: the server refused: %s", getattr(reply, "text", reply))
+        return False
+
+    def take_stats(self) -> KVKeepStats | None:
+        """The counts since the last call, or None."""
+        if self.client.up != self._was_up:
+            self._was_up = self.client.up
+            self.stats.data["server_up"] = int(self._was_up)
+        if self.stats.is_empty():
+            return None
+        taken = KVKeepStats(data=self.stats.data)
+        self.stats.reset()
+        return taken
+
+    def _count_commits(self) -> None:
+        while self._commits and self._commits[0].done:
+            reply = self._commits.popleft().reply
+            if isinstance(reply, m.Committed):
+                self.stats.count("stored_chunks", reply.outcomes.count(CommitOutcome.COMMITTED))
 
     def retire(self) -> None:
         """Stop asking the server; what was dispatched is still reported by the workers."""
         # Not in this thread: closing may wait for a handshake that is under way.
         threading.Thread(target=self.client.close, name="kvkeep-retire", daemon=True).start()
-
-    def _root(self, salt: str | None) -> ChunkHash | None:
-        """The root of this engine's keys under a salt; None until every rank is there."""
-        ready = self.client.ready
-        if ready is None:
-            return None
-        key = (ready.fingerprint, salt)
-        root = self._roots.get(key)
-        if root is None:
-            if len(self._roots) > 4096:
-                self._roots.clear()
-            root = self._roots[key] = root_hash(Fingerprint(ready.fingerprint), salt)
-        return root
 
 
 _TRY_AGAIN = (StageOutcome.NO_ROOM, StageOutcome.OVER_CAP, StageOutcome.NOT_READY)

@@ -1,6 +1,7 @@
 """What the user typed in `--kv-transfer-config`, checked at start; refusals say what to type."""
 
 import os
+import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,8 @@ class Settings:
     block_tokens: int
     reads: bool  # looks up and loads; a pure producer only stores
     writes: bool
+    autostart: bool  # start a server if none is there
+    autostart_args: tuple[str, ...]  # flags of `kvkeep serve`
     off: str | None  # why kvkeep stays out of this engine altogether, or None
 
 
@@ -57,6 +60,8 @@ def read(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> Setting
         block_tokens=block,
         reads=transfer.kv_role != "kv_producer",
         writes=transfer.kv_role != "kv_consumer",
+        autostart=extra.get("autostart", False),
+        autostart_args=tuple(shlex.split(extra.get("autostart_args", ""))),
         off=_unsupported(vllm_config, kv_cache_config),
     )
 

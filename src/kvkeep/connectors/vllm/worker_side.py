@@ -5,13 +5,18 @@ Its connection exists to bring the layout, to map the arena and to show that the
 
 import logging
 import time
+from collections.abc import Set
 
 from kvkeep.client import Client
 from kvkeep.connectors.blocks import DeviceBlocks
+from kvkeep.connectors.vllm.loader import Loader, Task, loader_for
 from kvkeep.connectors.vllm.meta import Load, LoadReport, StageCopy, StepMeta, WorkerMeta
 from kvkeep.errors import MemoryRefused
 from kvkeep.shm import Mapping
 
+INLINE_S = 0.002  # a step's loads up to here are copied within it
+FIRST_RATE_BYTES_S = 4e9  # until one was measured
+LOADER_WAIT_S = 0.001  # in a step with nothing to compute, so that the engine does not spin
 _log = logging.getLogger("vllm.kvkeep")
 
 
@@ -21,64 +26,108 @@ class WorkerSide:
     def __init__(self, blocks: DeviceBlocks, client: Client, rank: int) -> None:
         self.blocks = blocks
         self.client = client
+        self.loader: Loader = loader_for(blocks, self._run)
         self._rank = rank
+        self._rate_bytes_s = FIRST_RATE_BYTES_S
         self._copied: dict[int, int] = {}
         self._failed: set[int] = set()
         self._loads: dict[str, LoadReport] = {}
+        self._beside: set[str] = set()  # with the loader
         self._received: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._pinned: Mapping | None = None
 
+    def close(self) -> None:
+        """End the copies, then the connection and its mapping."""
+        self.loader.close()
+        self.client.close()
+
     # ---- loads
 
     def load(self, meta: StepMeta) -> None:
-        """Copy every load of this step into its blocks; each ends here, well or not."""
-        for load in meta.loads:
-            started = time.perf_counter()
-            broken, stale = self._retrieve(load)
-            for index in broken | stale:
-                self._bad_blocks |= {b for b in load.blocks[index] if b is not None}
-            load_ms = (time.perf_counter() - started) * 1e3
-            self._loads[load.request] = LoadReport([self._rank], load_ms, broken, stale)
-            self._received.add(load.request)
+        """Copy the short loads of this step, hand the long ones over to the loader.
+
+        With nothing to compute in this step the first is copied here too: nobody waits for it.
+        """
+        left_s = INLINE_S
+        for index, load in enumerate(meta.loads):
+            mapping = self._mapping(load.epoch)
+            task = Task(load, [] if mapping is None else load.handles[self._rank], mapping)
+            predicted_s = self._bytes(load) / self._rate_bytes_s
+            alone = index == 0 and meta.scheduled_tokens == 0
+            if mapping is None or alone or predicted_s <= left_s:
+                left_s -= predicted_s
+                self._run(task)
+                self._report(task.end())
+            else:
+                task.beside = True
+                self.loader.submit(task)
+                self._beside.add(load.request)  # from now on it is the loader's to report
 
     def fail_unreported_loads(self, meta: StepMeta) -> None:
-        """Report every load of this step that has no report yet as failed."""
+        """Report every load of this step that has no report and will get none as failed."""
         for load in meta.loads:
-            if load.request not in self._loads:
+            if load.request not in self._loads and load.request not in self._beside:
                 everything = set(range(len(load.blocks)))
                 self._loads[load.request] = LoadReport([self._rank], 0.0, set(), everything)
                 self._received.add(load.request)
                 self._bad_blocks |= {b for row in load.blocks for b in row if b is not None}
 
-    def _retrieve(self, load: Load) -> tuple[set[int], set[int]]:
-        """Returns indices of chunks whose copy failed, and of those whose bytes are not theirs."""
-        everything = set(range(len(load.blocks)))
-        mapping = self._mapping(load.epoch)
-        if mapping is None:
-            return set(), everything
-        handles = load.handles[self._rank]
-        try:
-            with mapping.use():
-                self._copy_in(mapping, load)
-                stale = {
-                    i for i, (slot, _, gen) in enumerate(handles) if mapping.generation(slot) != gen
-                }
-        except MemoryRefused:
-            return set(), everything
-        except (ValueError, RuntimeError) as error:
-            _log.error("kvkeep: loading request %s failed: %s", load.request, error)
-            return everything, set()
-        return set(), stale
+    def stop_loading(self, requests: set[str]) -> None:
+        """These requests' blocks are about to be somebody else's: no copy may run into them."""
+        if requests & self._beside:
+            self.loader.cancel(requests)
+            self.loader.wait_for(requests)
 
-    def _copy_in(self, mapping: Mapping, load: Load) -> None:
-        """Extents into device blocks, done when it returns."""
-        jobs = [
-            (mapping.address + offset, blocks)
-            for (_, offset, _), blocks in zip(load.handles[self._rank], load.blocks, strict=True)
-        ]
-        self.blocks.scatter(jobs)
-        self.blocks.synchronize()
+    def _run(self, task: Task) -> None:
+        """Copy a whole load; also in the loader's thread."""
+        task.begun_s = time.perf_counter()
+        task.broken, task.stale = self._retrieve(task)
+
+    def _retrieve(self, task: Task) -> tuple[set[int], set[int]]:
+        """Returns indices of chunks whose copy failed, and of those whose bytes are not theirs."""
+        if task.mapping is None:
+            return set(), task.everything
+        try:
+            with task.mapping.use():
+                copied = self._copy_in(task, task.intact())
+                task.lose_from(min(copied, task.intact()))
+        except MemoryRefused:
+            return set(), task.everything
+        except (ValueError, RuntimeError) as error:
+            _log.error("kvkeep: loading request %s failed: %s", task.load.request, error)
+            return task.everything, set()
+        return set(), task.stale
+
+    def _copy_in(self, task: Task, chunks: int) -> int:
+        """Extents into device blocks; returns how many chunks were done when it was over."""
+        jobs = list(task.jobs(chunks))
+        if not task.beside:
+            self.blocks.scatter(jobs)
+            self.blocks.synchronize()
+            return chunks
+        for index, job in enumerate(jobs):
+            if task.cancelled:
+                return index
+            self.blocks.scatter([job])
+        return chunks
+
+    def _report(self, task: Task) -> None:
+        load, copied_s = task.load, task.ended_s - task.begun_s
+        bad = task.broken | task.stale
+        for index in bad:
+            self._bad_blocks |= {b for b in load.blocks[index] if b is not None}
+        if not bad and copied_s > 0:
+            rate = self._bytes(load) / copied_s
+            self._rate_bytes_s = 0.7 * self._rate_bytes_s + 0.3 * rate
+        load_ms = (task.ended_s - task.asked_s) * 1e3
+        report = LoadReport([self._rank], load_ms, task.broken, task.stale, task.beside)
+        self._loads[load.request] = report
+        self._received.add(load.request)
+
+    def _bytes(self, load: Load) -> int:
+        blocks = sum(block is not None for row in load.blocks for block in row)
+        return self.blocks.chunk_bytes(blocks)
 
     # ---- stores
 
@@ -129,8 +178,20 @@ class WorkerSide:
 
     # ---- reports
 
-    def take_received(self) -> set[str]:
-        """Requests whose load has ended since the last call."""
+    def take_received(
+        self, gone: Set[str] = frozenset(), *, nothing_to_compute: bool = False
+    ) -> set[str]:
+        """Requests whose load has ended since the last call; loads of `gone` ones are cut short.
+
+        Waits a little for the loader when the engine would only come back and ask again.
+        """
+        if self._beside:
+            if gone:
+                self.loader.cancel(set(gone))
+            wait = nothing_to_compute and not self._received
+            for task in self.loader.take_ended(LOADER_WAIT_S if wait else 0.0):
+                self._beside.discard(task.load.request)
+                self._report(task)
         received, self._received = self._received, set()
         return received
 
