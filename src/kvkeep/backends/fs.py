@@ -145,6 +145,8 @@ class FsBackend:
             self._read_only_until_ns = self._clock() + READ_ONLY_AGAIN_NS
             await self.probe()  # takes it into use anew if it has become writable
             held = self._open_held()
+            if not held.place.read_only:
+                self._read_only_until_ns = 0
         if not held.complete.is_set() or self._is_read_only(held):
             return [IoOutcome.REFUSED] * len(items)
         try:

@@ -52,8 +52,8 @@ class Fetcher:
             places=[Place.UNKNOWN] * len(hashes),
         )
         self.tickets[ticket.id] = ticket
-        index, flying = d.residents.index, self.flights.by_hash
-        ticket.asked = [i for i, h in enumerate(hashes) if h not in index and h not in flying]
+        index = d.residents.index
+        ticket.asked = [i for i, chunk_hash in enumerate(hashes) if chunk_hash not in index]
         packed = b"".join([hashes[i] for i in ticket.asked])
         space = session.space(event.salt)
         question = ev.Probe(ticket.id, space, session.objects, packed, ticket.deadline_s)

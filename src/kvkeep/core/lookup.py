@@ -99,7 +99,8 @@ class Finder:
     def _under_cap(self, session: Session, prefix: list[Chunk | None]) -> int:
         """How many leading chunks the session may reserve; a hole costs nothing."""
         cap = int(self._d.limits.session_reserve_fraction * self._d.arena.populated_bytes)
-        room = (cap - session.reserved_bytes) // session.chunk_bytes
+        promised = session.reserved_bytes + len(session.wanted) * session.chunk_bytes
+        room = (cap - promised) // session.chunk_bytes
         if room >= len(prefix):
             return len(prefix)
         for position, chunk in enumerate(prefix):

@@ -34,6 +34,9 @@ from kvkeep.types import Epoch, StorePolicy, printable
 
 TICK_S = 0.25
 LOOK_S = 2.0  # between looks whether the socket file is still there
+GARBAGE_LEAST, GARBAGE_MOST = 10_000, 2_000_000  # container objects since the last time
+GARBAGE_IDLE_S = 1.0  # without a message
+GARBAGE_FULL_S, GARBAGE_FULL_IDLE_S = 3600.0, 10.0
 _SMALLEST_OBJECT_BYTES = 4096
 
 
@@ -116,8 +119,10 @@ class Server:
         if web_task is not None:
             web_task.add_done_callback(self.http_ended)
         self._log("serving", **self._description(http_socket))
+        # A full collection of an index of 100,000 objects takes 0.2 s: it waits for idle moments.
         gc.collect()
         gc.freeze()
+        gc.disable()
         await stop.wait()
         self._log("stopping")
         stop.clear()
@@ -163,9 +168,11 @@ class Server:
 
     async def _tick(self) -> None:
         look_s = 0.0
+        garbage = Garbage()
         while True:
             await asyncio.sleep(TICK_S)
             self.service.tick()
+            garbage.collect(idle_s=self.service.idle_s)
             look_s += TICK_S
             if look_s >= LOOK_S:
                 look_s = 0.0
@@ -198,6 +205,25 @@ class Server:
             "l2": " ".join(store.url for store in self._io.stores) or "off",
             "epoch": f"{self.service.epoch:016x}",
         }
+
+
+class Garbage:
+    """Collects cyclic garbage in idle moments, or when there is too much of it.
+
+    What is new is looked at often. All of it rarely: that takes 0.2 s for 100,000 objects.
+    """
+
+    def __init__(self) -> None:
+        self._full_s = time.monotonic()
+
+    def collect(self, *, idle_s: float) -> None:
+        """Called now and then."""
+        made = gc.get_count()[0]  # container objects since the last collection
+        if idle_s >= GARBAGE_FULL_IDLE_S and time.monotonic() - self._full_s >= GARBAGE_FULL_S:
+            self._full_s = time.monotonic()
+            gc.collect()
+        elif made >= GARBAGE_MOST or (idle_s >= GARBAGE_IDLE_S and made >= GARBAGE_LEAST):
+            gc.collect(1)
 
 
 class Progress:

@@ -169,6 +169,11 @@ class Service:
             if client.hello.wants_arena:
                 client.link.send(m.Grown(populated_bytes))
 
+    @property
+    def idle_s(self) -> float:
+        """How long ago the last message came."""
+        return self._clock() - self._last_message_s
+
     def tick(self) -> None:
         """Time passed. A server with nothing to do verifies the core's invariants."""
         self.apply(ev.Tick())
