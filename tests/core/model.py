@@ -99,6 +99,10 @@ class Model(Party):
             any(c is chunk for c in read.chunks) and read.live for read in self.reads.values()
         )
 
+    def promised_bytes(self, session: str) -> int:
+        """What pending lookups of the session will reserve when it arrives."""
+        return 0
+
     def fetching(self) -> list[Extent]:
         """Memory that bytes from L2 come to."""
         return []
@@ -155,7 +159,7 @@ class Model(Party):
 
     def _under_cap(self, member: Member, session: str, found: list[Stored | None]) -> int:
         room = int(self.limits.session_reserve_fraction * self.capacity_bytes)
-        room -= self.reserved_bytes(session)
+        room -= self.reserved_bytes(session) + self.promised_bytes(session)
         mine = [c for r in self.reads.values() if r.session == session for c in r.chunks]
         for position, chunk in enumerate(found):
             if chunk is not None and not any(c is chunk for c in mine):

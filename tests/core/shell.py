@@ -29,7 +29,9 @@ class Shell(World):
         self.persists: dict[TransferId, ev.Persist] = {}
         self.told: list[ev.Effect] = []  # all the rest
         changes = {"store_policy": StorePolicy.WRITE_BACK, "low_water_fraction": 0.0, **changes}
-        super().__init__(pages, limits=msgspec.structs.replace(NO_CAPS, backends=backends, **changes))
+        super().__init__(
+            pages, limits=msgspec.structs.replace(NO_CAPS, backends=backends, **changes)
+        )
 
     def do(self, event: ev.Event) -> ev.Reply:
         reply = super().do(event)

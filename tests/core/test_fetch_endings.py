@@ -10,6 +10,7 @@ from tests.core.shell import Shell
 from kvkeep.core import events as ev
 from kvkeep.types import (
     NO_LEASE,
+    ChunkHash,
     CommitOutcome,
     Fingerprint,
     IoOutcome,
@@ -22,7 +23,7 @@ from kvkeep.types import (
 )
 
 
-def pending(w: Shell, chunks: int = 3, local: int = 1) -> tuple[TicketId, list[ev.ChunkHash]]:
+def pending(w: Shell, chunks: int = 3, local: int = 1) -> tuple[TicketId, list[ChunkHash]]:
     """A lookup that holds the first chunks and waits for the rest."""
     w.join("s")
     keys = chain("a", chunks)
@@ -266,3 +267,17 @@ def test_doomed_bytes_do_not_stop_an_engine_from_storing_anew(shell: MakeShell) 
     w.bring()
     assert w.bytes_in(SlotState.RESIDENT) == held
     assert w.lookup("s", keys).chunks == 3
+
+
+def test_a_drop_of_what_an_engine_committed_stops_the_fetch_too(shell: MakeShell) -> None:
+    w = shell()
+    w.join("s")
+    keys = chain("a", 1)
+    w.put(keys)
+    staged = w.stage("s", keys)
+    ticket = w.ask("s", keys)
+    w.commit("s", staged.leases)
+    w.do(ev.Drop("s", keys[1]))
+    w.bring()
+    assert w.resident(keys) == [False]
+    assert w.hit(ticket).chunks == 0

@@ -1,4 +1,4 @@
-"""Fetches against deadlines and limits: late I/O, no room, prefixes longer than L1, near and far."""
+"""Fetches against deadlines and limits: late I/O, no room, prefixes longer than L1, far ones."""
 
 import pytest
 from tests.core.build import PAGE, alone, chain, row
@@ -358,3 +358,18 @@ def test_growing_gives_room(shell: MakeShell) -> None:
     w.do(ev.Grown(2 * PAGE))
     w.bring()
     assert w.hit(ticket).chunks == 1
+
+
+def test_a_hit_that_waited_for_l2_was_used_too(shell: MakeShell) -> None:
+    w = shell(pages=4, fetch_fraction=1.0)
+    w.join("s")
+    keys, other = chain("a", 2), alone("x", 2)
+    w.store("s", keys[:2])
+    w.store("s", other)
+    w.put(keys)
+    ticket = w.ask("s", keys)
+    w.bring()
+    w.end("s", w.hit(ticket).lease)
+    w.store("s", alone("y"))
+    assert w.resident(keys) == [True, True]
+    assert w.resident(other) == [True, False]

@@ -6,6 +6,7 @@ from tests.core.conftest import MakeShell
 
 from kvkeep.core import events as ev
 from kvkeep.types import (
+    NO_LEASE,
     ChunkHash,
     GroupKind,
     IoOutcome,
@@ -13,6 +14,7 @@ from kvkeep.types import (
     SlotState,
     StageOutcome,
     TicketId,
+    TransferId,
 )
 
 WINDOW, STATE = GroupKind.SLIDING_WINDOW, GroupKind.RECURRENT
@@ -61,8 +63,8 @@ def test_only_what_is_missing_is_asked_for(shell: MakeShell) -> None:
     w.store("s", keys[:2])
     w.put(keys)
     w.ask("s", keys[:4])
-    ticket = w.ask("s", keys, probe=False)  # chunk 1 is here, 2 and 3 are on their way
-    assert w.probes[ticket].hashes == keys[4]
+    ticket = w.ask("s", keys, probe=False)  # chunk 1 is here; 2 and 3 are on their way, but from
+    assert w.probes[ticket].hashes == b"".join(keys[2:])  # where else they may come is asked too
 
 
 def test_it_stops_at_the_first_chunk_nobody_has(shell: MakeShell) -> None:
@@ -177,7 +179,7 @@ def test_a_refused_first_chunk_leaves_no_lease(shell: MakeShell) -> None:
     w.put(keys)
     ticket = w.ask("s", keys)
     w.bring(outcome=IoOutcome.CORRUPT)
-    assert w.hit(ticket) == ev.Hit(ev.LeaseId(0), 0, (), (Reason.CORRUPT,))
+    assert w.hit(ticket) == ev.Hit(NO_LEASE, 0, (), (Reason.CORRUPT,))
     assert not w.directory.sessions["s"].reads_open
 
 
@@ -375,9 +377,9 @@ def test_ids_nobody_knows(shell: MakeShell) -> None:
         ev.Expire(nobody),
         ev.Cancel("s", nobody),
         ev.Cancel("t", ticket),
-        ev.Fetched(ev.TransferId(77), (IoOutcome.OK,)),
-        ev.FetchLate(ev.TransferId(77)),
-        ev.Persisted(ev.TransferId(77), (IoOutcome.OK,)),
+        ev.Fetched(TransferId(77), (IoOutcome.OK,)),
+        ev.FetchLate(TransferId(77)),
+        ev.Persisted(TransferId(77), (IoOutcome.OK,)),
     ):
         assert w.did(event) == 0
         assert w.effects == []

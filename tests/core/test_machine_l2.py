@@ -7,14 +7,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 from tests.core.build import PAGE
-from tests.core.model import Model
+from tests.core.model import Model, split
 from tests.core.model_l2 import ModelL2
 from tests.core.test_machine import ENGINES, DirectoryMachine, picks, prompts, rarely, seats
 
 from kvkeep.core import events as ev
 from kvkeep.core.directory import Limits
 from kvkeep.types import (
-    ChunkHash,
     IoOutcome,
     Reason,
     StorePolicy,
@@ -42,7 +41,7 @@ class L2Machine(DirectoryMachine):
         queue=st.sampled_from([4 * PAGE, 1 << 20]),
         eager=st.booleans(),
     )
-    def start(  # type: ignore[override]
+    def start(
         self,
         pages: int,
         caps: tuple[float, float, float],
@@ -79,7 +78,8 @@ class L2Machine(DirectoryMachine):
     # ---- following
 
     def before_l2(self, effects: list[ev.Effect]) -> None:
-        self.model.disturbed = any(isinstance(e, ev.Fetch | ev.Persist) for e in effects)
+        began = any(isinstance(e, ev.Fetch | ev.Persist) for e in effects)
+        self.model.disturbed = began or bool(self.directory.fetcher.queued)  # room was looked for
         for effect in effects:
             if isinstance(effect, ev.Answered) and left_with(effect.hit, Reason.NOT_READY):
                 self.model.ended(effect)
@@ -115,7 +115,7 @@ class L2Machine(DirectoryMachine):
         if isinstance(event, ev.Clear):
             model.doom()
         if isinstance(event, ev.Drop) and event.session in model.members:
-            model.doom([event.hashes[i : i + 32] for i in range(0, len(event.hashes), 32)])  # type: ignore[misc]
+            model.doom(split(event.hashes))
         for effect in effects:
             if isinstance(effect, ev.Answered) and effect.ticket in model.waiting:
                 model.answer(effect)
@@ -128,7 +128,7 @@ class L2Machine(DirectoryMachine):
             if isinstance(effect, ev.Fetch):
                 model.fetch(effect)
         model.sync()
-        self.reads += [(name, lease) for name, lease in model.answered]  # type: ignore[misc]
+        self.reads += model.answered
         model.answered.clear()
         assert set(model.waiting) == set(self.directory.fetcher.tickets)
 
@@ -253,6 +253,5 @@ def left_with(hit: ev.Hit, reason: Reason) -> bool:
     return bool(hit.reasons) and hit.reasons[0] is reason
 
 
-Hashes = list[ChunkHash]
 TestDirectoryWithL2 = L2Machine.TestCase
-TestDirectoryWithL2.settings = settings(max_examples=2 * settings().max_examples)
+TestDirectoryWithL2.settings = settings(max_examples=3 * settings().max_examples // 2)

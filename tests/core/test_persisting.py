@@ -8,7 +8,7 @@ from tests.core.conftest import MakeShell
 from tests.core.shell import Shell
 
 from kvkeep.core import events as ev
-from kvkeep.types import CommitOutcome, IoOutcome, SlotState, StorePolicy, TransferId
+from kvkeep.types import ChunkHash, CommitOutcome, IoOutcome, SlotState, StorePolicy, TransferId
 
 THROUGH, BACK, SKIP = StorePolicy.WRITE_THROUGH, StorePolicy.WRITE_BACK, StorePolicy.SKIP_L1
 OK, ERROR = IoOutcome.OK, IoOutcome.ERROR
@@ -26,7 +26,7 @@ def through(shell: MakeShell) -> Any:
     return make
 
 
-def under_way(w: Shell) -> list[ev.ChunkHash]:
+def under_way(w: Shell) -> list[ChunkHash]:
     return [persist.chunk for persist in w.persists.values()]
 
 

@@ -1,4 +1,4 @@
-"""write_back, skip_l1 and draining: what is written before it goes, and what leaves L1 when it is."""
+"""write_back, skip_l1 and draining: what is written before it goes, what leaves L1 after that."""
 
 import pytest
 from tests.core.build import PAGE, alone, chain, row
@@ -6,12 +6,12 @@ from tests.core.conftest import MakeShell
 from tests.core.shell import Shell
 
 from kvkeep.core import events as ev
-from kvkeep.types import IoOutcome, StorePolicy
+from kvkeep.types import ChunkHash, IoOutcome, StorePolicy
 
 BACK, SKIP = StorePolicy.WRITE_BACK, StorePolicy.SKIP_L1
 
 
-def under_way(w: Shell) -> list[ev.ChunkHash]:
+def under_way(w: Shell) -> list[ChunkHash]:
     return [persist.chunk for persist in w.persists.values()]
 
 

@@ -45,3 +45,31 @@ def test_control_characters_are_kept_as_text() -> None:
     told = made.explain("r\n")
     assert (told["session"], told["request"]) == (r"s\x1b", r"r\x0a")
     assert told["timeline"][0]["event"] == r"note\x07"
+
+
+def test_tokens_are_told_by_where_they_came_from() -> None:
+    """Chunks of 16 tokens: the device had the first 24, and 36 were loaded."""
+    made = timeline(("s", "r"))
+    record = made.record("s", "r", 0.0, 0.0)
+    record.hit_chunks, record.chunk_tokens, record.tiers = 4, 16, bytes([1, 0, 2, 1])
+    record.device_tokens, record.loaded_tokens = 24, 36
+    told = made.explain("r", ("disk", "net"))
+    assert told["hit_tokens"] == {"device": 24, "l1": 8, "l2": {"net": 16, "disk": 12}}
+    assert [chunk["tier"] for chunk in told["chunks"]] == ["l2:disk", "l1", "l2:net", "l2:disk"]
+
+
+def test_consecutive_events_of_a_kind_are_counted() -> None:
+    made = timeline(("s", "r"))
+    record = made.record("s", "r", 0.0, 0.0)
+    for what in ("persisted to disk", "persisted to disk", "not in net: full", "persisted to disk"):
+        record.count(1.0, what)
+    told = [line["event"] for line in made.explain("r")["timeline"]]
+    assert told == ["2 persisted to disk", "1 not in net: full", "1 persisted to disk"]
+
+
+def test_what_is_known_is_not_made() -> None:
+    made = timeline(("s", "r"))
+    assert made.known("s", "r") is not None
+    assert made.known("s", "q") is None
+    with pytest.raises(KeyError):
+        made.explain("q")

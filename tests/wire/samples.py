@@ -100,10 +100,22 @@ SAMPLES: tuple[tuple[Any, str], ...] = (
     (m.Query(5, "explain", "r"), "1200000094a5717565727905a76578706c61696ea172"),
     (m.Bye(), "0500000091a3627965"),
     (
-        m.Welcome(1, 2**63, 3, 1 << 31, 1 << 21, 64, True, False, "0.1.0", ("disk",)),
+        m.Welcome(
+            1,
+            2**63,
+            3,
+            1 << 31,
+            1 << 21,
+            64,
+            True,
+            False,
+            "0.1.0",
+            ("disk",),
+            250.0,
+        ),
         (
-            "2d0000009ba777656c636f6d6501cf800000000000000003ce80000000ce0020000040c3c2a5302e"
-            "312e3091a46469736b"
+            "360000009ca777656c636f6d6501cf800000000000000003ce80000000ce0020000040c3c2a5302e"
+            "312e3091a46469736bcb406f400000000000"
         ),
     ),
     (m.Refused("no"), "0c00000092a772656675736564a26e6f"),
@@ -123,7 +135,7 @@ SAMPLES: tuple[tuple[Any, str], ...] = (
         ),
     ),
     (m.Committed(8, b"\x00"), "0f00000093a9636f6d6d697474656408c40100"),
-    (m.Forgotten(6, 4), "0d00000093a9666f72676f7474656e0604"),
+    (m.Forgotten(6, 4, done=False), "0e00000094a9666f72676f7474656e0604c2"),
     (m.Pong(9), "0700000092a4706f6e6709"),
     (m.Answer(10, "{}"), "0c00000093a6616e737765720aa27b7d"),
     (m.Failed(11, "why"), "0d00000093a66661696c65640ba3776879"),
@@ -143,6 +155,7 @@ SAMPLES: tuple[tuple[Any, str], ...] = (
 
 # As they were sent before L2: the fields that came later are missing at the end.
 OLD: tuple[tuple[Any, str], ...] = (
+    (m.Forgotten(6, 4), "0d00000093a9666f72676f7474656e0604"),
     (
         m.Hello(
             (1, 2),

@@ -129,7 +129,10 @@ def _transfers(d: Directory) -> None:
     assert {f.hash for f in fetches} == set(flights.by_hash)
     assert len(fetches) == len(flights.by_hash), "two fetches of one chunk"
     assert flights.staged_bytes == sum(f.size_bytes for f in fetches)
-    assert flights.staged_bytes <= flights.most_bytes() or len(fetches) <= d.limits.backends
+    share = flights.most_bytes() // max(1, d.limits.backends)
+    for backend in range(d.limits.backends):
+        sizes = [f.size_bytes for f in fetches if f.backend == backend]
+        assert sum(sizes) <= share or len(sizes) == 1, "more is on its way than may be"
     for fetch in fetches:
         assert not (fetch.late and fetch.waiters)
         for ticket, position in fetch.waiters.items():

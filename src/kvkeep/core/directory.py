@@ -209,17 +209,18 @@ class Directory:
 
     def _drop(self, event: ev.Drop) -> ev.Reply:
         dropped = 0
-        for chunk_hash in self.split(event.hashes):
+        known = event.session in self.sessions
+        for chunk_hash in self.split(event.hashes) if known else ():
+            self.fetcher.flights.doom(chunk_hash)
             chunk = self.residents.index.get(chunk_hash)
-            if chunk is not None and event.session in self.sessions:
-                self.residents.unlink(chunk, Reason.CORRUPT)
-                self.persister.doom(chunk_hash)
-                if self.limits.backends:  # else every retry would fetch it again
-                    objects = self.objects[chunk.specs]
-                    self.effects.append(ev.Discard(chunk.space, objects, chunk_hash, True))
-                dropped += 1
-            elif event.session in self.sessions:  # evicted meanwhile, and on its way again
-                self.fetcher.flights.doom(chunk_hash)
+            if chunk is None:
+                continue
+            self.residents.unlink(chunk, Reason.CORRUPT)
+            self.persister.doom(chunk_hash)
+            if self.limits.backends:  # else every retry would fetch it again
+                objects = self.objects[chunk.specs]
+                self.effects.append(ev.Discard(chunk.space, objects, chunk_hash, True))
+            dropped += 1
         self.counters["dropped"] += dropped
         return ev.Done(dropped)
 
