@@ -122,14 +122,19 @@ def stores(
 
     Nothing is opened. Raises ConfigError, which names the URL and the fix.
     """
+    backends = [backend(url) for url in parse(text)]
+    return [compose(raw, settings=settings, log=log, offload=offload) for raw in backends]
+
+
+def parse(text: str) -> list[BackendUrl]:
+    """The URLs of a list, each with a name of its own. Raises ConfigError."""
     urls = [BackendUrl(part) for part in _BETWEEN.split(text) if part]
     seen: set[str] = set()
     for url in urls:
         if url.name in seen:
             raise url.problem(f"two have the name {url.name}; give one another, as in ?name=disk2")
         seen.add(url.name)
-    backends = [backend(url) for url in urls]
-    return [compose(raw, settings=settings, log=log, offload=offload) for raw in backends]
+    return urls
 
 
 def backend(url: BackendUrl) -> Backend:
