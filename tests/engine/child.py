@@ -32,6 +32,7 @@ SCENARIOS = (
     "scenarios_policy",
     "scenarios_loading",
     "scenarios_wishes",
+    "scenarios_l2",
 )
 
 

@@ -3,6 +3,7 @@
 One server per test module, for the tests that do not kill it; every scenario clears it first.
 """
 
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -23,3 +24,10 @@ def parts() -> Iterator[Parts]:
     made = Parts()
     yield made
     made.close()
+
+
+@pytest.fixture
+def short_path() -> Iterator[str]:
+    """Where a scenario's own server makes its socket."""
+    with tempfile.TemporaryDirectory(prefix="kvkeep-") as folder:
+        yield f"{folder}/k.sock"

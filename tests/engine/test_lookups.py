@@ -20,7 +20,7 @@ class FakeClient:
 
     def __init__(self) -> None:
         self.ready = m.Ready(b"f" * 32, 1, ())
-        self.welcome = SimpleNamespace(backends=("disk", "far"))
+        self.welcome = SimpleNamespace(lookup_wait_ms=500.0, backends=("disk", "far"))
         self.epoch, self.up = EPOCH, True
         self.calls: list[Any] = []
         self.sent: list[Any] = []

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 LOOKUP_WAIT_S = 0.001  # in one call of get_num_new_matched_tokens
 GRACE_S = 1.0  # past a lookup's limit: then its answer is not waited for
-ASSUMED_LIMIT_S = 5.0  # of a lookup that waits as long as the server is set to
 MOST_REVOKED = 3  # reservations of one request; then it computes
 _MOST_REMEMBERED = 1024
 _MOST_ROOTS = 4096
@@ -206,7 +205,10 @@ class Lookups:
             return False  # the client's patience judges these
         assert isinstance(call.message, m.Lookup)
         wait_ms = call.message.wait_ms
-        limit_s = ASSUMED_LIMIT_S if wait_ms < 0 else wait_ms / 1e3
+        welcome = self._client.welcome
+        if wait_ms < 0 and welcome is not None:
+            wait_ms = welcome.lookup_wait_ms
+        limit_s = wait_ms / 1e3
         return not self._client.up or time.monotonic() - call.sent_s > limit_s + GRACE_S
 
     def _drop_revoked(self, tracked: Tracked) -> None:

@@ -364,7 +364,9 @@ class SchedulerSide:
             _log.warning("kvkeep: reset: not confirmed: %s", error)
             return False
         if isinstance(reply, m.Forgotten):
-            return True
+            if not reply.done:
+                _log.warning("kvkeep: reset: L2 could not forget yet; see kvkeep status")
+            return reply.done
         _log.warning("kvkeep: reset: the server refused: %s", getattr(reply, "text", reply))
         return False
 
