@@ -20,6 +20,7 @@ from kvkeep.types import (
     CommitOutcome,
     Reason,
     StageOutcome,
+    StorePolicy,
 )
 
 
@@ -97,6 +98,12 @@ class Model(Party):
     def readers(self, chunk: Stored) -> bool:
         return any(
             any(c is chunk for c in read.chunks) and read.live for read in self.reads.values()
+        )
+
+    def most_left(self, counted: int, there: int) -> bool:
+        """Whether all went at this word; under skip_l1 some had left with their last reader."""
+        return counted == there or (
+            counted < there and self.limits.store_policy is StorePolicy.SKIP_L1
         )
 
     def promised_bytes(self, session: str) -> int:

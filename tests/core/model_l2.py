@@ -24,7 +24,6 @@ from kvkeep.types import (
     Reason,
     RowSpec,
     SlotState,
-    StorePolicy,
     TicketId,
 )
 
@@ -170,8 +169,7 @@ class ModelL2(Model):
         member = self.members.get(event.session)
         mark = member.fingerprint if member is not None else b""
         gone = [h for h, c in self.resident.items() if mark and c.fingerprint == mark]
-        left = self.limits.store_policy is StorePolicy.SKIP_L1  # some with their last reader
-        assert reply.changed == len(gone) or (left and reply.changed < len(gone))
+        assert self.most_left(reply.changed, len(gone))
         for write in [*self.writes.values(), *(f.write for f in self.flights.values())]:
             write.doomed |= bool(mark) and write.fingerprint == mark
         for chunk_hash in gone:

@@ -19,6 +19,7 @@ from kvkeep.types import (
     Reason,
     Role,
     SlotState,
+    StorePolicy,
     TicketId,
 )
 
@@ -281,3 +282,16 @@ def test_a_drop_of_what_an_engine_committed_stops_the_fetch_too(shell: MakeShell
     w.bring()
     assert w.resident(keys) == [False]
     assert w.hit(ticket).chunks == 0
+
+
+def test_what_the_first_waiter_gives_back_is_still_there_for_the_second(shell: MakeShell) -> None:
+    """Under skip_l1 a chunk leaves with its last reader, and that must not be the first waiter."""
+    w = shell(store_policy=StorePolicy.SKIP_L1)
+    w.join("s")
+    keys = chain("a", 2)
+    w.put(keys)
+    tickets = [w.ask("s", keys), w.ask("s", keys)]
+    w.bring(keys[1])
+    w.do(ev.Drop("s", keys[1]))
+    w.bring(keys[2])
+    assert [w.hit(ticket).chunks for ticket in tickets] == [0, 0]

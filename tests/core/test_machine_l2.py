@@ -165,6 +165,32 @@ class L2Machine(DirectoryMachine):
         elif isinstance(reply, ev.Hit) and reply.lease:
             self.reads.append((name, reply.lease))
 
+    @rule(seat=seats, prompt=prompts, pick=picks, end=ends, local=st.integers(0, 2), drop=rarely)
+    def serve_from_l2(
+        self, seat: int, prompt: str, pick: int, end: IoOutcome, local: int, drop: bool
+    ) -> None:
+        """L1 has the first chunks, backends the rest; one of the fetches may fail."""
+        name = self.cast[seat]
+        self.complete(name)
+        chain = self.chain(name, prompt, None)
+        self.do(ev.Drop(name, b"".join(chain[1 + local :])))
+        reply = self.do(ev.Lookup(name, "r", b"".join(chain[1:])))
+        if isinstance(reply, ev.Hit):
+            self.reads += [(name, reply.lease)] if reply.lease else []
+            return
+        assert isinstance(reply, ev.Pending)
+        self.answer_probe(reply.ticket, 0)
+        for turn in range(10):
+            if reply.ticket not in self.model.waiting or not self.model.flights:
+                break
+            if drop and turn == 1:
+                self.do(ev.Drop(name, chain[1]))
+            flying = list(self.model.flights)
+            transfer = TransferId(flying[pick % len(flying)])
+            rows = len(self.model.flights[transfer].write.extents)
+            outcome = end if turn == pick % 3 else OK
+            self.do(ev.Fetched(transfer, (OK,) * (rows - 1) + (outcome,)))
+
     @rule(pick=picks, many=st.integers(1, 4), end=ends, late=rarely)
     def fetches_return(self, pick: int, many: int, end: IoOutcome, late: bool) -> None:
         for _ in range(many):

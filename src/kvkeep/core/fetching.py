@@ -242,6 +242,7 @@ class Fetcher:
                 self._arrived(ticket, position, chunk, fetch.backend if fetched else None)
             elif not self._elsewhere(ticket, position, fetch):
                 self._lose(ticket, position, reason)
+        for ticket in waiters:  # only now: whoever gives it back must not be its last reader
             self._finish_if_done(ticket)
 
     def _elsewhere(self, ticket: Ticket, position: int, fetch: Fetching) -> bool:

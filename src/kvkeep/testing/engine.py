@@ -194,7 +194,7 @@ class Engine:
         if not self._usable():
             return
         rng = self.world.rng
-        salt = rng.choice((None, None, "a"))
+        salt = "a" if rng.random() < self.world.knobs.salted else None
         root, hashes = self.identity.chain(rng, salt)
         request = Request(f"r{self.world.new_number()}", salt, root, hashes)
         self.requests[request.name] = request

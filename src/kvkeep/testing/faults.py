@@ -135,6 +135,13 @@ class Operate(Sometimes):
             assert failed == (what == "nonsense") or what == "explain"
 
 
+class Empty(Sometimes):
+    """L1 is cleared: what is wanted again comes from L2."""
+
+    def strike(self, rng: random.Random, world: "World") -> None:
+        world.host.clear()
+
+
 class Restart(Sometimes):
     """The server is told to end: it drains to L2 for a while, then another one starts."""
 
@@ -213,7 +220,8 @@ FAULTS: tuple[tuple[Callable[[float], Fault], float], ...] = (  # with the most 
     (Operate, 0.15),
     (Misuse, 0.1),
     (Restart, 0.01),
-    (Outage, 0.02),
+    (Empty, 0.15),
+    (Outage, 0.01),
     (DamageL2, 0.2),
     (Unstick, 0.05),
 )

@@ -190,13 +190,14 @@ class _Io(Io):
         self._host = host
         self._memory = host.memory
 
-    def attach(self, apply: Apply, forgotten: Forgotten) -> None:
+    def attach(self, apply: Apply, forgotten: Forgotten | None = None) -> None:
         def told(event: ev.Event) -> ev.Reply:
             self._host.from_io(self._memory, lambda: apply(event))
             return ev.Done(0)
 
         def told_forgotten(space: Namespace, done: bool) -> None:
-            self._host.from_io(self._memory, lambda: forgotten(space, done))
+            if forgotten is not None:
+                self._host.from_io(self._memory, lambda: forgotten(space, done))
 
         super().attach(told, told_forgotten)
 

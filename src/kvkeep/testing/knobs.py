@@ -47,6 +47,7 @@ class Knobs:
     waits_ms: tuple[float, ...]  # how long lookups say that they may wait for L2
     give_up: float  # a pending lookup that nobody waits for any more
     forget: float  # per step
+    salted: float  # prompts of a tenant of its own
 
     def calm(self) -> None:
         """No faults and no odd habits any more."""
@@ -74,7 +75,7 @@ def drawn(rng: random.Random) -> Knobs:
         fetch_fraction=rng.choice((0.05, 0.25, 0.5)),
         fetches_per_backend=rng.choice((1, 3, 8)),
         persists_per_backend=rng.choice((1, 4)),
-        persist_queue_bytes=rng.choice((4 * PAGE_BYTES, 1 << 30)),
+        persist_queue_bytes=rng.choice((12 * PAGE_BYTES, 1 << 30, 1 << 30)),
         persist_tries=rng.choice((1, 3)),
         low_water_fraction=rng.choice((0.2, 0.6)),
         store_policy=rng.choice(list(StorePolicy)),
@@ -105,5 +106,6 @@ def drawn(rng: random.Random) -> Knobs:
         no_fetch=habit(0.5),
         waits_ms=rng.choice(((-1.0,), (5.0, 50.0), (0.0, 20.0, 1000.0), (-1.0, 100.0))),
         give_up=habit(0.4),
-        forget=habit(0.002),
+        forget=habit(0.005),
+        salted=habit(0.5),
     )

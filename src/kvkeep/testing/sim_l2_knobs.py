@@ -30,14 +30,13 @@ def drawn(rng: random.Random) -> L2Knobs:
         breaker_open_s=rng.choice((0.1, 0.5)),
         breaker_open_most_s=1.0,
     )
-    usual = [kind for kind in Kind if kind is not Kind.NEVER]
-    kinds = {kind for kind in usual if rng.random() < 0.5}
-    most_stuck = rng.choice((0, 0, 1, 4))
+    kinds = {kind for kind in Kind if rng.random() < 0.5} - {Kind.NEVER}
+    most_stuck = rng.choice((0, 0, 2, 8))
     if most_stuck:
         kinds.add(Kind.NEVER)
     return L2Knobs(
         guard=guard,
-        share=rng.choice((0.0, 0.02, 0.1, 0.4)),
+        share=rng.choice((0.0, 0.05, 0.2, 0.4)),
         kinds=frozenset(kinds),
         most_stuck=most_stuck,
         later=rng.random() < 0.4,

@@ -111,9 +111,15 @@ class L2Model:
         publishes = self._published(event) if isinstance(event, ev.Fetched) else None
         exact = self._without_l2(event)
         makes_room = bool(fetcher.queued) or isinstance(event, ev.Stage | ev.Probed | ev.Expire)
-        asked = self.asked.get(event.ticket) if isinstance(event, ev.Probed | ev.Expire) else None
-        plans = event.ticket if asked is not None and not asked.probed else None
+        plans = self._plans(event)
         return L2Before(held, awaited, makes_room, publishes, plans, exact)
+
+    def _plans(self, event: ev.Event) -> TicketId | None:
+        """The lookup that learns by this event what L2 has."""
+        if not isinstance(event, ev.Probed | ev.Expire):
+            return None
+        asked = self.asked.get(event.ticket)
+        return event.ticket if asked is not None and not asked.probed else None
 
     def _published(self, event: ev.Fetched) -> Flight | None:
         flight = self.flights.get(event.transfer)

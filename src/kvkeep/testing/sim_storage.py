@@ -21,6 +21,7 @@ from kvkeep.types import ChunkHash, IoOutcome, Namespace, ObjectKey
 
 _BITS = 1 << 20
 _ANY = (Kind.ERROR, Kind.SLOW, Kind.NEVER)
+_HARDER = {"get": 2.0, "put": 0.2}  # a failed put pauses the persists for long
 _KINDS = {  # what may go wrong with a call
     "contains": (*_ANY, Kind.MISSING),
     "get": (*_ANY, Kind.MISSING, Kind.SHORT, Kind.LONG, Kind.FLIPPED, Kind.OTHER_KEY),
@@ -56,7 +57,8 @@ class Misfortune:
 
     def _single(self, operation: str) -> Fault | None:
         rng, knobs = self._rng, self._knobs
-        if rng.random() >= knobs.share:
+        share = knobs.share * _HARDER.get(operation, 0.5)
+        if rng.random() >= share:
             return None
         kinds = [kind for kind in _KINDS.get(operation, _ANY) if kind in knobs.kinds]
         if not kinds:
@@ -69,8 +71,8 @@ class Misfortune:
         guard = knobs.guard
         limits_s = {"contains": guard.lookup_timeout_s, "get": guard.get_timeout_s}
         limit_s = limits_s.get(operation, guard.put_timeout_s)
-        delay_s = limit_s * rng.choice((0.1, 0.9, 1.5, 3.0))
-        return Fault(kind, delay_s=delay_s * rng.random(), place=rng.randrange(_BITS))
+        delay_s = limit_s * rng.choice((0.5, 1.5, 4.0))
+        return Fault(kind, delay_s=delay_s, place=rng.randrange(_BITS))
 
 
 class Disk:
@@ -100,6 +102,8 @@ class Disk:
             return
         name = rng.choice(list(objects))
         header, payload = objects[name]
+        if not payload:
+            return
         match rng.randrange(4):
             case 0:
                 objects[name] = header, flipped(payload, rng.randrange(_BITS))
@@ -183,14 +187,13 @@ class Mount:
         if model is not None:
             with self._judged():
                 flight = model.l2.filled(items[0].key.chunk)
-                if not flight.doomed:
-                    since_s = model.l2.forgotten_s.get(flight.fingerprint, 0.0)
-                    self._not_forgotten(items, since_s)
+                forgotten_s = model.l2.forgotten_s.get(flight.fingerprint, 0.0)
+                self._not_forgotten(() if flight.doomed else items, forgotten_s)
         return sizes
 
     def _not_forgotten(self, items: Sequence[Item], forgotten_s: float) -> None:
-        """What a lookup after a Forget finds was stored after it, unless the deletion failed."""
-        for item in items if not self.disk.plan.struck else ():
+        """What a lookup after a Forget finds was stored after it."""
+        for item in items:
             name = (label(item.space), item.key)
             since_s = self.disk.since_s.get(name, forgotten_s)
             assert since_s >= forgotten_s, "what was forgotten is fetched"
@@ -199,12 +202,12 @@ class Mount:
         with self._call("put", items):
             outcomes = await self.disk.backend.put(items)
         model = self._memory.model
-        for item in items:
+        for item, outcome in zip(items, outcomes, strict=True):
             key = item.key
             right = content(key.chunk, key.rank, key.group, item.length)
             with self._judged():
                 assert item.payload[: item.length] == right, "wrong bytes go to L2"
-            if model is not None:
+            if model is not None and outcome is IoOutcome.OK:
                 since_s = model.l2.resident_since_s.get(key.chunk, 0.0)
                 self.disk.since_s[label(item.space), key] = since_s
         return outcomes

@@ -141,9 +141,11 @@ def _only_stuck(world: World) -> bool:
 
 
 def _forgotten_is_gone(world: World) -> None:
-    """No L2 in which nothing went wrong has what was stored before this epoch's last Forget."""
-    for disk in world.disks:
-        if disk.plan.struck:
+    """No L2 that did every deletion has what was stored before this epoch's last Forget."""
+    io = world.host.io
+    for disk, store in zip(world.disks, io.stores if io is not None else (), strict=True):
+        deletions = store.status()["operations"].get("delete", {"outcomes": {"ok": 0}})
+        if set(deletions["outcomes"]) - {"ok"}:
             continue
         for fingerprint, when_s in world.host.directory.model.l2.forgotten_s.items():
             left = disk.stored_before(Namespace(fingerprint), when_s)
