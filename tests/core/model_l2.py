@@ -286,7 +286,13 @@ class ModelL2(Model):
         assert self.flying(effect.chunk) is None, "two fetches of one chunk"
         assert effect.chunk not in self.resident
         slots = self.directory.slots
-        waiters = [t for t in self.waiting.values() if effect.chunk in t.hashes]
+        sessions = self.directory.sessions  # a session that lies may want another's key
+        waiters = [
+            t
+            for t in self.waiting.values()
+            if effect.chunk in t.hashes
+            and sessions[t.session].fingerprint == effect.space.fingerprint
+        ]
         assert waiters, "nobody wants it"
         rows = self.members[waiters[0].session].rows
         extents = []
