@@ -84,6 +84,8 @@ _PLAIN = {
     "persist_overflow": "Chunks that the full persist queue dropped",
     "persist_lost": "Chunks that left L1 before L2 had them",
     "persist_failed": "Chunks given up after too many tries",
+    "persist_forgotten": "Queued persists of forgotten layouts",
+    "cancel_again": "Pending lookups cancelled twice (no-ops)",
     "forgotten": "Chunks of forgotten layouts",
     "end_again": "Read parts ended twice (no-ops)",
     "abort_again": "Staged chunks given back twice (no-ops)",
@@ -129,6 +131,7 @@ def _stores(stores: Sequence[dict[str, Any]]) -> Iterator[Metric]:
             "kvkeep_l2_scanned_ratio", "Share of the index that is rebuilt", labels=label
         ),
     }
+    read_only = GaugeMetricFamily("kvkeep_l2_read_only", "1 while it refuses puts", labels=label)
     up = GaugeMetricFamily("kvkeep_l2_up", "1 while the breaker is closed", labels=label)
     corrupt = CounterMetricFamily(
         "kvkeep_l2_corrupt_objects", "Objects that did not verify", labels=["backend", "why"]
@@ -143,6 +146,7 @@ def _stores(stores: Sequence[dict[str, Any]]) -> Iterator[Metric]:
     for store in stores:
         name = store["name"]
         up.add_metric([name], float(store["state"] == "closed"))
+        read_only.add_metric([name], float(store["read_only"]))
         for key, gauge in gauges.items():
             if store[key] is not None:
                 gauge.add_metric([name], store[key])
@@ -154,7 +158,7 @@ def _stores(stores: Sequence[dict[str, Any]]) -> Iterator[Metric]:
                 operations.add_metric([name, operation, outcome], count)
             buckets = list(seen["seconds"]["buckets"].items())
             seconds.add_metric([name, operation], buckets, seen["seconds"]["sum_s"])
-    yield from (*gauges.values(), up, corrupt, moved, operations, seconds)
+    yield from (*gauges.values(), up, read_only, corrupt, moved, operations, seconds)
 
 
 def _labelled(

@@ -62,6 +62,7 @@ STATUS = {
             "why": BAD_NAME,
             "stuck": 1,
             "scanned": 0.5,
+            "read_only": True,
             "objects": 1,
             "used_bytes": 1,
             "capacity_bytes": None,

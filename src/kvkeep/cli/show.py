@@ -69,6 +69,7 @@ def _stores(stores: Sequence[dict[str, Any]]) -> Table:
         states = {"closed": "used", "open": "not used", "half_open": "being tried"}
         notes = [str(store["why"])] if store["why"] else []
         notes += [f"{store['stuck']} calls stuck"] if store["stuck"] else []
+        notes += ["read-only"] if store["read_only"] else []
         if store["scanned"] < 1.0:
             notes.append(f"scan {store['scanned']:.0%}")
         sizes = (store["used_bytes"], store["capacity_bytes"])

@@ -6,6 +6,7 @@ it is late, and only later that it is over.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from kvkeep.types import (
 FORGET_AGAIN_S = 1.0
 
 Apply = Callable[[ev.Event], ev.Reply]
+_Where = tuple[int, Fingerprint]  # backend, layout
 Forgotten = Callable[[Namespace, bool], None]  # of this space; whether every backend could
 
 
@@ -44,7 +46,8 @@ class Io:
         self._log = log
         self._apply: Apply
         self._forgotten: Forgotten
-        self._unforgotten: set[tuple[int, Fingerprint]] = set()  # backends that could not, yet
+        self._unforgotten: Counter[_Where] = Counter()  # forgets that have not worked yet
+        self._puts: dict[_Where, set[asyncio.Future[None]]] = {}  # under way, late ones too
         self._tasks: set[asyncio.Task[None]] = set()
 
     def attach(self, apply: Apply, forgotten: Forgotten | None = None) -> None:
@@ -85,7 +88,9 @@ class Io:
             case ev.Discard():
                 self._spawn(self._discard(effect))
             case ev.ForgetStored():
-                self._spawn(self._forget(effect))
+                where = [(n, effect.space.fingerprint) for n in range(len(self.stores))]
+                self._unforgotten.update(where)  # at once: nothing of it is used from now on
+                self._spawn(self._forget(effect.space, where))
 
     def _ring(self, alarm: ev.Alarm) -> None:
         delay_s = max(0.0, alarm.at_s - self._clock())
@@ -142,22 +147,32 @@ class Io:
         self._apply(ev.Fetched(effect.id, tuple(outcomes)))
 
     async def _persist(self, effect: ev.Persist) -> None:
-        store = self.stores[effect.backend]
-        if not self._may_use(effect.backend, effect.space):
-            refused = (IoOutcome.REFUSED,) * len(effect.offsets)
-            self._apply(ev.Persisted(effect.id, refused))
-            return
-        there = store.contains(effect.space, _keys(effect.objects, effect.chunk))
+        where = effect.backend, effect.space.fingerprint
+        there = self.stores[effect.backend].contains(
+            effect.space, _keys(effect.objects, effect.chunk)
+        )
         if isinstance(there, Awaitable):
             there = await there
         outcomes: Sequence[IoOutcome] = [IoOutcome.OK] * len(effect.offsets)
-        if not all(there):
+        if where in self._unforgotten:
+            outcomes = [IoOutcome.REFUSED] * len(effect.offsets)
+        elif not all(there):
+            ended = asyncio.get_running_loop().create_future()
+            puts = self._puts.setdefault(where, set())
+            puts.add(ended)
             try:
-                outcomes = await store.put(self._wanted(effect))
-            except Late as late:
-                await asyncio.wait([late.settled])
-                outcomes = [IoOutcome.TIMEOUT] * len(effect.offsets)
+                outcomes = await self._put(effect)
+            finally:
+                ended.set_result(None)
+                puts.discard(ended)
         self._apply(ev.Persisted(effect.id, tuple(outcomes)))
+
+    async def _put(self, effect: ev.Persist) -> Sequence[IoOutcome]:
+        try:
+            return await self.stores[effect.backend].put(self._wanted(effect))
+        except Late as late:
+            await asyncio.wait([late.settled])
+            return [IoOutcome.TIMEOUT] * len(effect.offsets)
 
     async def _discard(self, effect: ev.Discard) -> None:
         keys = _keys(effect.objects, effect.hashes)
@@ -167,24 +182,45 @@ class Io:
             except BackendError as error:
                 self._log("l2_delete_failed", level="warning", backend=store.name, why=str(error))
 
-    async def _forget(self, effect: ev.ForgetStored) -> None:
+    async def _forget(self, space: Namespace, where: list[_Where]) -> None:
         """Until a backend could, nothing of the layout is asked of it; tried until it works."""
-        wrong = {(number, effect.space.fingerprint) for number in range(len(self.stores))}
-        self._unforgotten |= wrong
-        await asyncio.gather(*[self._forget_in(number, effect.space) for number, _ in wrong])
-        self._forgotten(effect.space, not wrong & self._unforgotten)
-        while left := wrong & self._unforgotten:
+        left = await self._forget_in(where, space)
+        self._forgotten(space, not left)
+        while left:
             await asyncio.sleep(FORGET_AGAIN_S)
-            await asyncio.gather(*[self._forget_in(number, effect.space) for number, _ in left])
+            left = await self._forget_in(left, space, again=True)
 
-    async def _forget_in(self, number: int, space: Namespace) -> None:
-        store = self.stores[number]
+    async def _forget_in(
+        self, where: list[_Where], space: Namespace, *, again: bool = False
+    ) -> list[_Where]:
+        """Try it; where it did not work."""
+        done = await asyncio.gather(*[self._forget_one(w, space, again=again) for w in where])
+        return [w for w, worked in zip(where, done, strict=True) if not worked]
+
+    async def _forget_one(self, where: _Where, space: Namespace, *, again: bool) -> bool:
+        store = self.stores[where[0]]
+        if puts := self._puts.get(where):
+            await asyncio.wait(puts)  # what is being written would come back
         try:
             await store.forget(space)
         except BackendError as error:
-            self._log("l2_forget_failed", level="warning", backend=store.name, why=str(error))
-        else:
-            self._unforgotten.discard((number, space.fingerprint))
+            if not again:
+                why = str(error)
+                self._log("l2_forget_failed", level="warning", backend=store.name, why=why)
+            return False
+        self._unforgotten[where] -= 1
+        self._unforgotten += Counter()  # without what is zero
+        if again:
+            self._log("l2_forgot_late", backend=store.name)
+        return True
+
+    def statuses(self) -> list[dict[str, Any]]:
+        """One status of each store. `forgetting`: layouts that it still has to forget."""
+        left = [number for number, _ in self._unforgotten]  # layouts, once each
+        return [
+            {**store.status(), "forgetting": left.count(number)}
+            for number, store in enumerate(self.stores)
+        ]
 
     def _may_use(self, number: int, space: Namespace) -> bool:
         return (number, space.fingerprint) not in self._unforgotten

@@ -98,6 +98,11 @@ class Overview:
                 )
             elif stuck:
                 found.append(f"{name} is slow{stuck}")
+            if store["forgetting"]:
+                found.append(
+                    f"{name} has not forgotten {store['forgetting']} layouts that were reset: none "
+                    "of it is served, but do not restart the server before it has"
+                )
             if store["read_only"]:
                 found.append(f"{name} is read-only: nothing is persisted there; mount it writable")
         return found

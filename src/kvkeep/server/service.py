@@ -81,7 +81,7 @@ class Service:
             capacity_bytes=capacity_bytes,
             clock=clock,
             log=log,
-            stores=lambda: [store.status() for store in io.stores] if io is not None else [],
+            stores=lambda: io.statuses() if io is not None else [],
         )
         self.problems = self.overview.problems
         self._io = io

@@ -106,6 +106,6 @@ def drawn(rng: random.Random) -> Knobs:
         no_fetch=habit(0.5),
         waits_ms=rng.choice(((-1.0,), (5.0, 50.0), (0.0, 20.0, 1000.0), (-1.0, 100.0))),
         give_up=habit(0.4),
-        forget=habit(0.005),
+        forget=habit(0.02),
         salted=habit(0.5),
     )

@@ -71,7 +71,7 @@ class Writing:
 class L2Before:
     """What an event found."""
 
-    held: dict[TicketId, set[ChunkHash]]  # reserved for a ticket
+    held: dict[TicketId, dict[ChunkHash, Chunk]]  # reserved for a ticket
     awaited: dict[TicketId, set[ChunkHash]]
     makes_room: bool  # the event may begin a fetch
     publishes: Flight | None
@@ -101,12 +101,12 @@ class L2Model:
     def before(self, event: ev.Event) -> L2Before:
         """What is reserved and awaited, and what the event must publish."""
         fetcher = self._d.fetcher
-        held: dict[TicketId, set[ChunkHash]] = {}
+        held: dict[TicketId, dict[ChunkHash, Chunk]] = {}
         awaited: dict[TicketId, set[ChunkHash]] = {}
         for ticket_id in self.asked:
             ticket = fetcher.tickets[ticket_id]
             chunks = ticket.lease.chunks if ticket.lease is not None else ()
-            held[ticket_id] = {chunk.hash for chunk in chunks}
+            held[ticket_id] = {chunk.hash: chunk for chunk in chunks}
             awaited[ticket_id] = {ticket.hashes[i] for i in ticket.wanted()}
         publishes = self._published(event) if isinstance(event, ev.Fetched) else None
         exact = self._without_l2(event)
@@ -266,8 +266,12 @@ class L2Model:
 
     def may_evict(self, chunk: Chunk, before: L2Before) -> bool:
         """Memory was wanted; or the policy keeps nothing in L1 that L2 has."""
-        skips = self._d.limits.store_policy is StorePolicy.SKIP_L1
-        return before.makes_room or (skips and bool(self.stored.get(chunk.hash)))
+        return before.makes_room or (self.skips_l1 and bool(self.stored.get(chunk.hash)))
+
+    @property
+    def skips_l1(self) -> bool:
+        """What L2 has leaves L1 with its last reader, even in the event that published it."""
+        return self._d.limits.store_policy is StorePolicy.SKIP_L1
 
     def arrived(self, chunk_hash: ChunkHash, flight: Flight | None, now_s: float) -> None:
         """A chunk became resident."""
@@ -423,9 +427,9 @@ class L2Model:
                 may |= asked.somewhere
             return 0, longest(rows, [h in may for h in asked.hashes])
         held, awaited = before.held[effect.ticket], before.awaited[effect.ticket]
-        sure = {h for h in held if h in resident}
+        sure = {h for h, chunk in held.items() if resident.get(h) is chunk}  # not dropped since
         if before.publishes is not None and before.publishes.hash in awaited:
             sure.add(before.publishes.hash)
-        may = held | {h for h in awaited if h in resident}
+        may = set(held) | {h for h in awaited if h in resident}
         least = longest(rows, [h in sure for h in asked.hashes])
         return least, longest(rows, [h in may for h in asked.hashes])

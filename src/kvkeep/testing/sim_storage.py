@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from kvkeep.backends.base import Item, Usage
+from kvkeep.backends.base import ABSENT, Item, Usage
 from kvkeep.backends.header import fingerprint_label, label
 from kvkeep.testing.faulty_backend import Fault, FaultyBackend, Kind, Name, flipped
 from kvkeep.testing.model import Memory, content
@@ -188,7 +188,9 @@ class Mount:
             with self._judged():
                 flight = model.l2.filled(items[0].key.chunk)
                 forgotten_s = model.l2.forgotten_s.get(flight.fingerprint, 0.0)
-                self._not_forgotten(() if flight.doomed else items, forgotten_s)
+                if not flight.doomed:
+                    read = [i for i, size in zip(items, sizes, strict=True) if size != ABSENT]
+                    self._not_forgotten(read, forgotten_s)
         return sizes
 
     def _not_forgotten(self, items: Sequence[Item], forgotten_s: float) -> None:

@@ -162,6 +162,7 @@ def _l2_is_quiet(world: World) -> bool:
         and directory.persister.idle
         and not any(mount.chunks_under_way(what) for mount in world.host.mounts for what in _MOVES)
         and all(store.health().state is State.CLOSED for store in stores)
+        and not (io is not None and io._unforgotten)
     )
 
 
