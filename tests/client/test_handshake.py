@@ -43,7 +43,9 @@ def test_a_refusal_is_the_reason_and_is_tried_again(tmp_path: Path) -> None:
 
 def test_a_real_server_names_the_version(server: Server) -> None:
     client = Client(server.socket, hello("old", versions=(77, 76)))
-    with pytest.raises(Refused, match=r"speaks protocol 2, 1, the client speaks 77, 76: install the"):
+    with pytest.raises(
+        Refused, match=r"speaks protocol 2, 1, the client speaks 77, 76: install the"
+    ):
         client.connect()
 
 

@@ -18,7 +18,7 @@ from kvkeep.testing.fake_client import FakeClient
 from kvkeep.types import IoOutcome, Namespace, SlotState, TransferId
 
 SEEDS = 20
-SEEDS_FOR_A_BUG = 60
+SEEDS_FOR_A_BUG = 100
 
 Patch = pytest.MonkeyPatch
 
@@ -163,6 +163,13 @@ def forgotten_fetches_are_published(patch: Patch) -> None:
 
 
 def forgotten_persists_stay_in_l2(patch: Patch) -> None:
+    forget_one = Io._forget_one
+
+    async def hasty(self: Io, where: Any, space: Namespace, *, again: bool) -> bool:
+        self._puts.pop(where, None)
+        return await forget_one(self, where, space, again=again)
+
+    patch.setattr(Io, "_forget_one", hasty)
     patch.setattr(Persister, "forget", lambda self, space: None)
 
 

@@ -148,18 +148,11 @@ class Io:
 
     async def _persist(self, effect: ev.Persist) -> None:
         where = effect.backend, effect.space.fingerprint
-        there = self.stores[effect.backend].contains(
-            effect.space, _keys(effect.objects, effect.chunk)
-        )
-        if isinstance(there, Awaitable):
-            there = await there
-        outcomes: Sequence[IoOutcome] = [IoOutcome.OK] * len(effect.offsets)
-        if where in self._unforgotten:
-            outcomes = [IoOutcome.REFUSED] * len(effect.offsets)
-        elif not all(there):
+        outcomes: Sequence[IoOutcome] = [IoOutcome.REFUSED] * len(effect.offsets)
+        if where not in self._unforgotten:
             ended = asyncio.get_running_loop().create_future()
             puts = self._puts.setdefault(where, set())
-            puts.add(ended)
+            puts.add(ended)  # from here on a forget waits for it
             try:
                 outcomes = await self._put(effect)
             finally:
@@ -168,8 +161,15 @@ class Io:
         self._apply(ev.Persisted(effect.id, tuple(outcomes)))
 
     async def _put(self, effect: ev.Persist) -> Sequence[IoOutcome]:
+        """Unless it is there already."""
+        store = self.stores[effect.backend]
+        there = store.contains(effect.space, _keys(effect.objects, effect.chunk))
+        if isinstance(there, Awaitable):
+            there = await there
+        if all(there):
+            return [IoOutcome.OK] * len(effect.offsets)
         try:
-            return await self.stores[effect.backend].put(self._wanted(effect))
+            return await store.put(self._wanted(effect))
         except Late as late:
             await asyncio.wait([late.settled])
             return [IoOutcome.TIMEOUT] * len(effect.offsets)

@@ -150,7 +150,8 @@ class Bye(_Message, frozen=True, tag="bye"):
 
 
 ClientMessage = (
-    Hello | Lookup | Cancel | Stage | Commit | Abort | End | Drop | Forget | Note | Ping | Query | Bye
+    Hello | Lookup | Cancel | Stage | Commit | Abort | End | Drop | Forget | Note | Ping | Query
+    | Bye
 )  # fmt: skip
 
 # ---- server to client
