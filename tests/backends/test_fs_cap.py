@@ -1,6 +1,7 @@
 """`fs` never takes more than its capacity: at every step, and when it is killed in the middle."""
 
 import asyncio
+import mmap
 import random
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from tests.backends.fs_cases import content, disk_usage, opened, stored, wanted
 
 from kvkeep.backends.base import PAGE_BYTES
+from kvkeep.backends.checked import Wanted
 from kvkeep.testing.backend_contract import SPACE, filled, key
 from kvkeep.types import IoOutcome
 
@@ -139,3 +141,54 @@ def test_killed_at_any_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         number = _killed_child(root, number, pause)
         assert disk_usage(root) <= CAPACITY_BYTES + DISK_BYTES
         assert asyncio.run(look(number)) > 0
+
+
+# ---- the long form: 10 GiB through 1 GiB
+
+BIG_CAPACITY_BYTES = 1 << 30
+BIG_LENGTH = 5_898_240
+BIG_DISK_BYTES = PAGE_BYTES + BIG_LENGTH
+BIG_OBJECTS = 10 * BIG_CAPACITY_BYTES // BIG_LENGTH + 1
+
+
+async def write_big(root: Path, first: int) -> None:
+    """The child: store objects until it is killed, one line for each batch."""
+    payload = memoryview(mmap.mmap(-1, BIG_LENGTH))
+    payload[:] = random.Random(1).randbytes(BIG_LENGTH)
+    async with stored(root, BIG_CAPACITY_BYTES) as store:
+        for number in range(first, BIG_OBJECTS, 8):
+            batch = [Wanted(SPACE, key(n), payload, BIG_LENGTH) for n in range(number, number + 8)]
+            assert list(await store.put(batch)) == [IoOutcome.OK] * 8
+            print(number + 8, flush=True)
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(900)
+def test_ten_gibibytes_through_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed every 2 GiB, and looked at all the time."""
+    root, number = tmp_path / "l2", 0
+    monkeypatch.setenv("PYTHONPATH", ":".join(part for part in sys.path if part))
+    script = (
+        "import asyncio, sys; from pathlib import Path;"
+        "from tests.backends.test_fs_cap import write_big;"
+        "asyncio.run(write_big(Path(sys.argv[1]), int(sys.argv[2])))"
+    )
+    with Watch(root) as watch:
+        while number < BIG_OBJECTS:
+            command = [sys.executable, "-c", script, str(root), str(number)]
+            stop = number + 2 * BIG_CAPACITY_BYTES // BIG_LENGTH
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+                assert child.stdout is not None
+                for line in child.stdout:
+                    number = int(line)
+                    if number >= stop:
+                        child.kill()
+                        break
+    assert watch.most_bytes <= BIG_CAPACITY_BYTES + BIG_DISK_BYTES
+
+    async def look() -> None:
+        async with stored(root, BIG_CAPACITY_BYTES) as store:
+            usage = store.usage()
+            assert usage.used_bytes == disk_usage(root) <= BIG_CAPACITY_BYTES
+
+    asyncio.run(look())
