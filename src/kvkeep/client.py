@@ -106,6 +106,7 @@ class Client:
         self._unsent = bytearray()
         self._calls: dict[int, Call] = {}
         self._pending: dict[int, Call] = {}  # by ticket
+        self._unhurried: dict[int, Call] = {}  # L2 has a part in the answer: no silence meanwhile
         self._seq = 0
         self._lock = threading.RLock()
         self._stop = threading.Event()
@@ -163,9 +164,10 @@ class Client:
                 return None
             self._seq += 1
             call = Call(make(self._seq), time.monotonic(), self.epoch)
-            self._calls[self._seq] = call
+            calls = self._unhurried if isinstance(call.message, m.Forget) else self._calls
+            calls[self._seq] = call
             if not self._send(encode(call.message)):
-                self._calls.pop(self._seq, None)
+                calls.pop(self._seq, None)
                 return None
             return call
 
@@ -271,7 +273,8 @@ class Client:
                 m.Found() | m.Pending() | m.Granted() | m.Committed() | m.Forgotten() | m.Pong()
                 | m.Answer() | m.Failed()
             ):  # fmt: skip
-                self._answered(message, self._calls.pop(message.seq, None))
+                calls = self._calls if message.seq in self._calls else self._unhurried
+                self._answered(message, calls.pop(message.seq, None))
                 if self.state is State.AWAY and not self._calls:
                     self.state = State.UP
                     self._log("kvkeep: the server answers again, caching resumes")
@@ -336,10 +339,10 @@ class Client:
         self._unsent.clear()
         self.ready = None
         self.state, self.why = state, why
-        for call in (*self._calls.values(), *self._pending.values()):
-            call.lost = True
-        self._calls.clear()
-        self._pending.clear()
+        for calls in (self._calls, self._pending, self._unhurried):
+            for call in calls.values():
+                call.lost = True
+            calls.clear()
         if state is not State.CLOSED:
             self._log(f"kvkeep: {why}; serving without it")
         self._on_push(m.Unready(why))
@@ -446,6 +449,7 @@ class Client:
         self.mapping = self.ready = None
         self._calls.clear()
         self._pending.clear()
+        self._unhurried.clear()
         self.state, self.why = State.CLOSED, "this process is a fork of the one that connected"
         self._stop = threading.Event()  # the old one's lock may have been held across the fork
         self._stop.set()

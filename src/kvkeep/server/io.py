@@ -27,6 +27,7 @@ from kvkeep.types import (
 )
 
 FORGET_AGAIN_S = 1.0
+FORGET_ANSWER_S = 1.5  # then whoever asked is told that it is not done yet
 
 Apply = Callable[[ev.Event], ev.Reply]
 _Where = tuple[int, Fingerprint]  # backend, layout
@@ -184,8 +185,13 @@ class Io:
 
     async def _forget(self, space: Namespace, where: list[_Where]) -> None:
         """Until a backend could, nothing of the layout is asked of it; tried until it works."""
-        left = await self._forget_in(where, space)
-        self._forgotten(space, not left)
+        first = asyncio.ensure_future(self._forget_in(where, space))
+        try:
+            done, _ = await asyncio.wait([first], timeout=FORGET_ANSWER_S)
+            self._forgotten(space, bool(done) and not first.result())
+            left = await first
+        finally:
+            first.cancel()
         while left:
             await asyncio.sleep(FORGET_AGAIN_S)
             left = await self._forget_in(left, space, again=True)

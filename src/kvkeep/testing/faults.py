@@ -152,7 +152,7 @@ class Restart(Sometimes):
         world.host.drain()
 
         def end() -> None:
-            if world.host.service is service:
+            if world.host.service is service and not world.finishing:
                 world.host.kill()
                 world.loop.call_later(rng.random() * 0.2, world.host.start)
 
