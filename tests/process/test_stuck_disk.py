@@ -40,6 +40,7 @@ def stored_in(folder: Path, url: str, chain: int) -> None:
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(PLUGIN))
     bad, good = f"stalling://{tmp_path}/bad?name=bad", f"fs://{tmp_path}/good?name=good"

@@ -274,9 +274,8 @@ def test_without_a_failure_everything_is_found(policy: StorePolicy, later: bool)
         assert rig.watch.counts["persisted_ok"] == 10
 
 
-@pytest.mark.parametrize(
-    "for_ever", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "for-ever"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("for_ever", [False, True], ids=["once", "for-ever"])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.kind.value}-{f.delay_s:g}")
 def test_the_nth_call_fails(fault: Fault, for_ever: bool) -> None:
     for policy, later in ((StorePolicy.WRITE_THROUGH, False), (StorePolicy.SKIP_L1, True)):

@@ -23,6 +23,7 @@ SEEDS_FOR_A_BUG = 100
 Patch = pytest.MonkeyPatch
 
 
+@pytest.mark.slow
 def test_l2_is_met_in_twenty_seeds() -> None:
     """What is never met is never judged."""
     result = simulate.run(SEEDS, 100)
