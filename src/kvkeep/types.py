@@ -48,6 +48,7 @@ class Reason(IntEnum):
     POLICY = 12
     NOT_READY = 13
     REVOKED = 14
+    BEHIND = 15  # it is there, but a chunk before it is not
 
 
 class SlotState(IntEnum):

@@ -189,7 +189,7 @@ def test_a_hole_ends_the_hit_and_what_follows_stays_for_others() -> None:
     world.store("s", P)
     world.do(ev.Drop("s", P[2]))
     hit = world.lookup("s", P)
-    assert (hit.chunks, hit.reasons) == (1, (Reason.CORRUPT,) * 3)
+    assert (hit.chunks, hit.reasons) == (1, (Reason.CORRUPT, Reason.BEHIND, Reason.BEHIND))
     assert world.resident(P) == [True, False, True, True]
     world.stage("s", P, 1, 2)
     assert world.lookup("s", P).chunks == 1

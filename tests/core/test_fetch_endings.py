@@ -187,7 +187,7 @@ def test_clear_publishes_nothing_and_hands_out_nothing(shell: MakeShell) -> None
     w.do(ev.Clear())
     w.bring(keys[3])
     hit = w.hit(ticket)
-    assert hit == nothing(Reason.EVICTED)
+    assert hit == ev.Hit(NO_LEASE, 0, (), (Reason.EVICTED, Reason.BEHIND, Reason.EVICTED))
     assert w.resident(keys) == [False] * 3
     assert w.directory.arena.free_bytes == w.directory.arena.populated_bytes
     again = w.ask("s", keys)  # L2 still has it

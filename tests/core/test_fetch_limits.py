@@ -57,7 +57,7 @@ def test_the_deadline_of_one_is_not_that_of_the_other(shell: MakeShell) -> None:
     w.join("s")
     keys = chain("a", 2)
     w.put(keys)
-    hasty, patient = w.ask("s", keys, wait_s=0.0), w.ask("s", keys, wait_s=5.0)
+    hasty, patient = w.ask("s", keys, wait_s=0.01), w.ask("s", keys, wait_s=5.0)
     w.ring(hasty)
     assert w.hit(hasty).reasons == (TIMEOUT, TIMEOUT)
     assert w.waits(patient)

@@ -76,7 +76,7 @@ def test_it_stops_at_the_first_chunk_nobody_has(shell: MakeShell) -> None:
     assert list(w.fetches) == keys[1:3]
     w.bring()
     assert w.hit(ticket).chunks == 2
-    assert w.hit(ticket).reasons == (MISS, MISS, MISS)  # of the hole, for the one behind it too
+    assert w.hit(ticket).reasons == (MISS, Reason.BEHIND, MISS)
 
 
 def test_a_hole_in_l1_is_filled(shell: MakeShell) -> None:
@@ -166,7 +166,7 @@ def test_the_middle_chunk_fails(shell: MakeShell, outcome: IoOutcome, reason: Re
     w.bring(keys[2], outcome=outcome)
     hit = w.hit(ticket)  # nobody waits for what comes behind it
     assert (hit.chunks, hit.tiers) == (1, b"\1")
-    assert hit.reasons == (reason,) * 3
+    assert hit.reasons == (reason, Reason.BEHIND, Reason.BEHIND)
     assert w.resident(keys) == [True, False, False, False]
     w.bring(keys[3], keys[4])
     assert w.resident(keys) == [True, False, True, True]
@@ -236,7 +236,7 @@ def test_what_one_backend_does_not_bring_the_other_is_asked_for(
     for ticket in tickets:
         came = outcome is IoOutcome.OK
         assert (w.hit(ticket).chunks, w.hit(ticket).tiers) == ((2, b"\2\1") if came else (0, b""))
-        assert w.hit(ticket).reasons == (() if came else (MISS, MISS))
+        assert w.hit(ticket).reasons == (() if came else (MISS, Reason.BEHIND))
     assert w.counters["fetches"] == 3
 
 

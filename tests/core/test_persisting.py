@@ -188,6 +188,26 @@ def test_a_failure_pauses_longer_each_time(through: MakeShell) -> None:
     assert w.directory.persister.idle
 
 
+def test_failures_of_one_burst_count_once(through: MakeShell) -> None:
+    w = through(persists_per_backend=4)
+    w.store("s", chain("a", 4))
+    w.kept(outcome=ERROR)
+    w.now_s += 0.51
+    w.do(ev.Tick())
+    assert len(w.persists) == 4
+
+
+def test_a_backend_that_is_full_holds_nobody_up(through: MakeShell) -> None:
+    w = through(persists_per_backend=1)
+    keys = chain("a", 2)
+    w.store("s", keys)
+    w.kept(outcome=IoOutcome.FULL)
+    assert under_way(w) == keys[2:], "no second try, and no pause"
+    assert w.directory.persister.missing() == 1
+    w.kept()
+    assert w.directory.persister.missing() == 1
+
+
 def test_a_success_ends_the_pauses(through: MakeShell) -> None:
     w = through()
     w.store("s", chain("a", 1))

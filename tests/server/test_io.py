@@ -194,7 +194,7 @@ async def test_a_broken_put_is_reported_and_given_up(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(w.io.stores[0], "put", broken)
         await w.store(engine, chunks(1))
         body = await w.persisted(operator)
-        assert (body["done"], body["persist_failed"]) == (True, 1)
+        assert (body["done"], body["missing_chunks"], body["persist_failed"]) == (False, 1, 1)
         w.lines.clear()
 
 

@@ -1,10 +1,10 @@
 """What clients and operators are told of lookups and stores that L2 takes part in."""
 
 import msgspec
-from tests.server.l2_world import NEVER, chunks, filled, virtual, world
+from tests.server.l2_world import NEVER, Link, chunks, filled, virtual, world
 
 from kvkeep.testing.faulty_backend import Fault, FaultyBackend, Kind, Switched
-from kvkeep.types import EndOutcome, Role
+from kvkeep.types import EndOutcome, Role, StorePolicy
 from kvkeep.wire import messages as m
 
 
@@ -36,6 +36,41 @@ async def test_wait_persisted_ends_with_its_time() -> None:
         answer = await operator[1].next(m.Answer)
         body = msgspec.json.decode(answer.body)
         assert (body["done"], body["running"]) == (False, 1)
+
+
+@virtual
+async def test_wait_persisted_writes_what_write_back_would_keep() -> None:
+    raw = FaultyBackend()
+    async with world(raw, store_policy=StorePolicy.WRITE_BACK) as w:
+        engine, operator = w.join("s"), w.join("op", Role.OPERATOR)
+        await w.store(engine, chunks(3))
+        assert not raw.objects
+        body = await w.persisted(operator)
+        assert (body["done"], body["missing_chunks"]) == (True, 0)
+        assert len(raw.objects) == 3
+
+
+@virtual
+async def test_wait_persisted_without_any_l2_is_an_error() -> None:
+    async with world() as w:
+        operator = w.join("op", Role.OPERATOR)
+        w.tell(operator, m.Query(6, "wait_persisted", "1"))
+        said = operator[1].sent[-1]
+        assert isinstance(said, m.Failed)
+        assert "no L2" in said.text
+
+
+@virtual
+async def test_a_stopping_server_takes_operators_only() -> None:
+    async with world(FaultyBackend()) as w:
+        w.join("s")
+        w.service.stop()
+        w.join("op", Role.OPERATOR)
+        hello = m.Hello(m.VERSIONS, "late", Role.SCHEDULER)
+        refused = w.service.hello(hello, Link(), pid=1)
+        assert isinstance(refused, m.Refused)
+        assert "stopping" in refused.text
+        assert any("stopping" in problem for problem in w.service.status()["problems"])
 
 
 @virtual

@@ -9,7 +9,7 @@ computed off the event loop.
 import asyncio
 import mmap
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 from kvkeep.backends import header as pages
 from kvkeep.backends.base import ABSENT, HEADER_BYTES, PAGE_BYTES, Item, Usage
 from kvkeep.backends.breaker import State
-from kvkeep.backends.guarded import Guarded, Health, Late, Unavailable
+from kvkeep.backends.guarded import Guarded, Health, Late, Log, Unavailable
 from kvkeep.backends.header import Header, HeaderProblem, Verdict
 from kvkeep.backends.measured import Measured
 from kvkeep.errors import BackendError
@@ -27,6 +27,7 @@ from kvkeep.types import IoOutcome, Namespace, ObjectKey
 INLINE_BYTES = 256 << 10  # hashing this much takes the loop some tens of microseconds
 DELETE_WAIT_S = 0.5  # a reader does not wait longer than this for the removal of a broken object
 PAGES_AT_ONCE = 64
+SAID_A_MINUTE = 10  # lines about broken objects
 
 T = TypeVar("T")
 Digest = Callable[[], list[bytes]]
@@ -75,7 +76,10 @@ class Store:
         guard: Guarded,
         offload: Offload | None = None,
         wall: Callable[[], float] = time.time,
+        log: Log | None = None,
     ) -> None:
+        self._log = log
+        self._said_s: deque[float] = deque(maxlen=SAID_A_MINUTE)
         self._backend = backend
         self._guard = guard
         self._offload = offload or _in_thread
@@ -274,11 +278,21 @@ class Store:
         for item, found in zip(items, verdicts, strict=True):
             if found.problem is not None:
                 self._broken[found.problem] += 1
+                self._say_broken(item, found.problem)
                 broken.setdefault(item.space, []).append(item.key)
         started = [asyncio.create_task(self._remove(space, keys)) for space, keys in broken.items()]
         if started:
             self._removals.update(started)
             await asyncio.wait(started, timeout=DELETE_WAIT_S)
+
+    def _say_broken(self, item: Item, problem: HeaderProblem) -> None:
+        """One line for each, but not a flood: the counter has them all."""
+        now_s = self._wall()
+        many = len(self._said_s) == SAID_A_MINUTE and now_s - self._said_s[0] < 60.0
+        if self._log is not None and not many:
+            self._said_s.append(now_s)
+            name = f"{pages.label(item.space)}/{pages.file_stem(item.key)}"
+            self._log("l2_corrupt", level="warning", backend=self.name, object=name, why=problem)
 
     async def _remove(self, space: Namespace, keys: Sequence[ObjectKey]) -> None:
         try:

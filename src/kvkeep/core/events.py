@@ -132,7 +132,7 @@ class Persisted(_Value, frozen=True):
 
 
 class Drain(_Value, frozen=True):
-    """The server is about to stop: what L2 does not have yet is to be persisted."""
+    """What L2 does not have yet is to be persisted, whatever the policy."""
 
 
 class Forget(_Value, frozen=True):

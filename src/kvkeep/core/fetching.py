@@ -69,17 +69,19 @@ class Fetcher:
         d, session = self._d, ticket.session
         if session.leading_run and not self._extends(ticket, event):
             in_l2 = {p for p, held in zip(ticket.asked, event.holders, strict=True) if held}
-            unknown = Reason.L2_ERROR if event.down else Reason.L2_MISS
-            asked = Asked(ticket.request, ticket.hashes, ticket.near, in_l2, unknown)
+            asked = Asked(
+                ticket.request, ticket.hashes, ticket.near, in_l2, Reason.L2_MISS, event.down != 0
+            )
             self._answer(ticket, d.finder.local(session, asked, now_s))
             return ev.Done(1)
         for position, holders in zip(ticket.asked, event.holders, strict=True):
             if holders:
                 ticket.holders[position] = holders
+            elif event.down:
+                ticket.reasons[position] = Reason.L2_ERROR
             else:
-                ticket.reasons[position] = d.residents.why_absent(
-                    ticket.hashes[position], Reason.L2_ERROR if event.down else Reason.L2_MISS
-                )
+                why = d.residents.why_absent(ticket.hashes[position], Reason.L2_MISS)
+                ticket.reasons[position] = why
         found = [d.residents.index.get(h) for h in ticket.hashes]
         seen: set[ChunkHash] = set()
         for position, (chunk_hash, chunk) in enumerate(zip(ticket.hashes, found, strict=True)):
@@ -415,12 +417,9 @@ def _reasons(
 ) -> tuple[Reason, ...]:
     """Why each chunk from `hit` on is not part of it."""
     reasons: list[Reason] = []
-    first: Reason | None = None
     for position in range(hit, len(ticket.hashes)):
         reason = ticket.reasons.get(position)
         if reason is None and found[position] is None and position not in ticket.holders:
             reason = directory.residents.why_absent(ticket.hashes[position])
-        reason = reason or first or Reason.GROUP_SHORT
-        first = first or reason
-        reasons.append(reason)
+        reasons.append(reason or Reason.BEHIND)
     return tuple(reasons)

@@ -24,6 +24,7 @@ class Asked:
     near: bool
     in_l2: Container[int] = ()  # positions that a backend has, for what that is worth
     unknown: Reason = Reason.NEVER_STORED  # why a chunk is nowhere that left no trace in L1
+    down: bool = False  # a backend could not say what it has
 
 
 class Finder:
@@ -45,9 +46,12 @@ class Finder:
         if found is None:
             return self._mismatch(hashes)
         length = self._usable(session, found)
-        if length < len(hashes) and event.fetch and self._d.limits.backends:
+        if length < len(hashes) and self._may_fetch(event):
             return self._d.fetcher.begin(event, session, hashes, now_s)
         return self._local(session, Asked(event.request, hashes, event.near), found, now_s)
+
+    def _may_fetch(self, event: ev.Lookup) -> bool:
+        return event.fetch and event.wait_s != 0.0 and self._d.limits.backends > 0
 
     def local(self, session: Session, asked: "Asked", now_s: float) -> ev.Hit:
         """The answer from L1 alone; `asked` says what L2 has told."""
@@ -126,14 +130,14 @@ class Finder:
     ) -> tuple[Reason, ...]:
         """Reasons of chunks from `hit` on; from `hit` to `usable` there was no room to reserve."""
         reasons = [Reason.NO_ROOM] * (usable - hit)
-        first: Reason | None = None
         why_absent = self._d.residents.why_absent
         for position in range(usable, len(found)):
-            if found[position] is None and position not in asked.in_l2:
+            if found[position] is not None or position in asked.in_l2:
+                reason = Reason.BEHIND
+            elif asked.down:
+                reason = Reason.L2_ERROR
+            else:
                 reason = why_absent(asked.hashes[position], asked.unknown)
-            else:  # there, but beyond a hole: lost for the reason of the hole
-                reason = first or Reason.GROUP_SHORT
-            first = first or reason
             reasons.append(reason)
         return tuple(reasons)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvkeep.core.directory import Directory
 
 _COLDEST = 32  # chunks looked at per pass of write_back
-_PAUSE_S, _PAUSE_MOST_S = 0.5, 30.0  # after a failure, doubling
+_PAUSE_S, _PAUSE_MOST_S = 0.5, 5.0  # after a failed try, doubling
 
 
 @dataclass(eq=False, slots=True)
@@ -62,11 +62,17 @@ class Persister:
             self._enqueue(chunk, session, "")
 
     def drain(self) -> None:
-        """The server stops soon: everything L2 lacks is wanted there, whatever the policy."""
+        """Everything L2 lacks is wanted there, whatever the policy: now, and without a bound."""
         self._draining = True
-        if self._d.limits.backends:
-            for chunk in self._d.residents.index.values():
-                self._enqueue(chunk, "", "")
+        for chunk in self._d.residents.index.values():
+            self._enqueue(chunk, "", "")
+        self._draining = False
+        self._paused_until_s = [0.0] * len(self.queues)
+
+    def missing(self) -> int:
+        """Resident chunks that no backend has and nothing will bring there. O(chunks)."""
+        index = self._d.residents.index
+        return sum(not c.stored and not self._awaited(c.hash) for c in index.values())
 
     def _enqueue(self, chunk: Chunk, session: str, request: str) -> None:
         for backend, queue in enumerate(self.queues):
@@ -153,7 +159,7 @@ class Persister:
             d.counters["persisted_bytes"] += chunk.size_bytes
         if worst is IoOutcome.REFUSED:  # not even tried: a scan, or an open breaker
             self._paused_until_s[job.backend] = now_s + _PAUSE_S
-        elif worst not in (IoOutcome.OK, IoOutcome.CANCELLED):
+        elif worst not in (IoOutcome.OK, IoOutcome.CANCELLED, IoOutcome.FULL):
             self._pause(job.backend, now_s)
         again = worst is not IoOutcome.OK and not job.doomed and chunk.linked
         if again and self._try_again(job, worst):
@@ -167,14 +173,16 @@ class Persister:
 
     def _pause(self, backend: int, now_s: float) -> None:
         """A failing backend is given time; its breaker decides about the rest."""
+        if now_s < self._paused_until_s[backend]:
+            return  # of the same burst
         pause_s = min(_PAUSE_S * 2 ** self._pauses[backend], _PAUSE_MOST_S)
         self._paused_until_s[backend] = now_s + pause_s
         self._pauses[backend] = min(self._pauses[backend] + 1, 16)
 
     def _try_again(self, job: Job, outcome: IoOutcome) -> bool:
-        """A backend that was not asked costs no try."""
+        """A backend that was not asked costs no try; one that is full is not asked again."""
         job.tries += outcome is not IoOutcome.REFUSED
-        if job.tries < self._d.limits.persist_tries:
+        if job.tries < self._d.limits.persist_tries and outcome is not IoOutcome.FULL:
             return True
         self._d.counters["persist_failed"] += 1
         return False

@@ -46,7 +46,7 @@ def application(service: Service) -> Starlette:
     async def readyz(_: Request) -> Response:
         status = service.status()
         l1 = status["l1"]
-        ready = l1["populated_bytes"] > 0
+        ready = l1["populated_bytes"] > 0 and not service.stopping
         body = {
             "ready": ready,
             "populated_bytes": l1["populated_bytes"],

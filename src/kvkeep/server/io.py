@@ -220,6 +220,13 @@ class Io:
             self._log("l2_forgot_late", backend=store.name)
         return True
 
+    def takes_puts(self) -> bool:
+        """Whether some backend may take something now."""
+        return any(
+            store.health().state is State.CLOSED and not store.usage().read_only
+            for store in self.stores
+        )
+
     def statuses(self) -> list[dict[str, Any]]:
         """One status of each store. `forgetting`: layouts that it still has to forget."""
         left = [number for number, _ in self._unforgotten]  # layouts, once each

@@ -105,10 +105,15 @@ class Operators:
         return m.Answer(message.seq, msgspec.json.encode(body).decode())
 
     def _wait_persisted(self, client: Client, message: m.Query) -> m.Failed | None:
+        """Have what L2 lacks written, under write_back too, and wait for that."""
         try:
             wait_s = float(message.argument or PERSIST_WAIT_S)
         except ValueError:
             return m.Failed(message.seq, f"{message.argument[:64]!r} is no number of seconds")
+        if not self._served.backends:
+            why = "this server has no L2: what it holds ends with it; start it with --l2 URL"
+            return m.Failed(message.seq, why)
+        self._served.apply(ev.Drain())
         self._until_persisted.append((client, message.seq, self._clock() + wait_s))
         self.tell_persisted()
         return None
@@ -119,16 +124,18 @@ class Operators:
             return
         now = self._clock()
         persister, counters = self._served.directory.persister, self._served.directory.counters
-        done = persister.idle
+        idle = persister.idle
         left: list[tuple[Client, int, float]] = []
         for client, seq, until_s in self._until_persisted:
             if client.peer not in self._served.clients:
                 continue
-            if not done and now < until_s:
+            if not idle and now < until_s:
                 left.append((client, seq, until_s))
                 continue
+            missing = persister.missing()
             body = {
-                "done": done,
+                "done": idle and not missing,
+                "missing_chunks": missing,
                 "queued_bytes": persister.queued_bytes,
                 "running": len(persister.running),
                 **{name: counters[name] for name in _NOT_PERSISTED},

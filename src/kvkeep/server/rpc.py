@@ -16,7 +16,7 @@ from kvkeep.config import LimitsConfig
 from kvkeep.errors import ProtocolError
 from kvkeep.server.overview import Log
 from kvkeep.server.service import Service
-from kvkeep.types import PeerId
+from kvkeep.types import PeerId, Role
 from kvkeep.wire import messages as m
 from kvkeep.wire.framing import client_frames, encode
 
@@ -104,6 +104,14 @@ class ControlServer:
     def start(self) -> None:
         """Begin to accept."""
         self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def end_engines(self) -> None:
+        """End every engine's connection; operators stay, and may still come."""
+        clients = self.service.clients
+        for connection in list(self._connections):
+            client = clients.get(connection.peer)
+            if client is None or Role(client.hello.role) is not Role.OPERATOR:
+                connection.close()
 
     def stop(self) -> None:
         """Stop accepting and end every connection."""

@@ -18,7 +18,6 @@ from kvkeep.backends import registry
 from kvkeep.backends.checked import Store
 from kvkeep.backends.guarded import GuardSettings
 from kvkeep.config import Config, L2Config
-from kvkeep.core import events as ev
 from kvkeep.core.directory import Directory, Limits
 from kvkeep.core.eviction import POLICIES
 from kvkeep.errors import MemoryRefused
@@ -126,8 +125,10 @@ class Server:
         await stop.wait()
         self._log("stopping")
         stop.clear()
-        control.stop()
+        self.service.stop()
+        control.end_engines()
         await self._drain(stop)
+        control.stop()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -139,12 +140,13 @@ class Server:
         self._log("stopped")
 
     async def _drain(self, stop: asyncio.Event) -> None:
-        """Persist what L2 does not have yet; a second signal ends that."""
+        """Persist what L2 does not have yet; a second signal ends that, and so does a dead L2."""
         persister = self.service.directory.persister
-        self.service.apply(ev.Drain())
         until_s = time.monotonic() + self._config.l2.drain_s
         said_s = 0.0
         while not persister.idle and not stop.is_set() and time.monotonic() < until_s:
+            if not persister.running and not self._io.takes_puts():
+                break
             if time.monotonic() - said_s >= 1.0:
                 said_s = time.monotonic()
                 self._log("draining", queued_bytes=persister.queued_bytes)

@@ -73,6 +73,7 @@ class Service:
         self.timeline = Timeline()
         self.clients: dict[PeerId, Client] = {}
         self.counters: Counter[str] = Counter()
+        self.stopping = False  # operators are served, engines are not
         self.backends = tuple(store.name for store in io.stores) if io is not None else ()
         self.overview = Overview(
             directory,
@@ -110,6 +111,8 @@ class Service:
                 f"this server speaks protocol {ours}, the client speaks {theirs}: "
                 "install the same kvkeep version (or the one before) on both sides"
             )
+        if self.stopping and Role(hello.role) is not Role.OPERATOR:
+            return m.Refused("the server is stopping; it is persisting what L2 does not have yet")
         peer = PeerId(self.directory.new_id())
         writes = hello.writes and provable
         join = ev.Join(
@@ -173,6 +176,12 @@ class Service:
     def idle_s(self) -> float:
         """How long ago the last message came."""
         return self._clock() - self._last_message_s
+
+    def stop(self) -> None:
+        """The server ends soon: take no engine any more, and persist what L2 lacks."""
+        self.stopping = True
+        self.problems["stopping"] = "the server is stopping: it persists what L2 does not have yet"
+        self.apply(ev.Drain())
 
     def tick(self) -> None:
         """Time passed. A server with nothing to do verifies the core's invariants."""

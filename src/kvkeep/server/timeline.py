@@ -115,7 +115,9 @@ class Timeline:
             },
             "computed_tokens": _computed_tokens(record),
             "chunks": chunks,
-            "timeline": [{"t_ms": round(t * 1e3, 3), "event": e} for t, e in record.events],
+            "timeline": [
+                {"t_ms": max(0.0, round(t * 1e3, 3)), "event": e} for t, e in record.events
+            ],
             "saved_ms": record.saved_ms,
         }
 
@@ -189,4 +191,5 @@ _DETAIL = {
     Reason.POLICY: "the request uses something that kvkeep neither looks up nor stores",
     Reason.NOT_READY: "not every rank of the session has said Hello in this epoch",
     Reason.REVOKED: "its reservation was revoked",
+    Reason.BEHIND: "it is there, but a chunk before it is not",
 }

@@ -170,7 +170,8 @@ class L2Model:
     def must_wait(self, event: ev.Lookup, usable: int) -> bool:
         """Whether a lookup of which L1 has so much is answered later."""
         more = usable < len(event.hashes) // HASH_BYTES
-        return more and event.fetch and self._d.limits.backends > 0
+        wanted = event.fetch and event.wait_s != 0.0
+        return more and wanted and self._d.limits.backends > 0
 
     # ---- after it: what ended
 
