@@ -243,6 +243,35 @@ def test_a_push_queue_must_hold_one_frame() -> None:
     assert load(flags=dict(flags)).config.limits.max_frame_bytes == 16 * MIB
 
 
+def test_a_breaker_never_waits_less_than_at_first() -> None:
+    text = refusal(flags={"l2.breaker_open_most_s": "2"})
+    assert "l2.breaker_open_most_s = 2.0 (from flag)" in text
+    assert "l2.breaker_open_s = 5.0 (from default): set it to that or more" in text
+    assert "l2.breaker_open_s = 90.0" in refusal(env={"KVKEEP_L2_BREAKER_OPEN_S": "90"})
+    equal: dict[str, object] = {"l2.breaker_open_s": "7", "l2.breaker_open_most_s": "7"}
+    assert load(flags=equal).config.l2.breaker_open_most_s == 7
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ('["fs:///a", "fs:///b?name=b"]', "fs:///a fs:///b?name=b"),
+        ('"fs:///a fs:///b"', "fs:///a fs:///b"),
+        ("[]", ""),
+    ],
+)
+def test_backends_may_be_a_list_in_a_file(tmp_path: Path, written: str, read: str) -> None:
+    loaded = load(toml(tmp_path, f"[l2]\nbackends = {written}\n"))
+    assert loaded.config.l2.backends == read
+
+
+@pytest.mark.parametrize("written", ['["fs:///a", 3]', '[["fs:///a"]]', "7"])
+def test_backends_are_texts(tmp_path: Path, written: str) -> None:
+    text = refusal(toml(tmp_path, f"[l2]\nbackends = {written}\n"))
+    assert text.startswith("l2.backends = ")
+    assert "must be a text or a list of texts" in text
+
+
 # --- files that cannot be used ---
 
 

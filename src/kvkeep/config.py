@@ -53,7 +53,8 @@ class L1Config(Struct, frozen=True):
 class L2Config(Struct, frozen=True):
     """External storage, and what may be under way to and from it."""
 
-    backends: str = ""  # URLs such as fs:///var/lib/kvkeep?capacity=100GiB, separated by spaces
+    # URLs such as fs:///var/lib/kvkeep?capacity=100GiB, separated by spaces; a file may list them
+    backends: str = ""
     policy: Literal["write_through", "write_back", "skip_l1"] = "write_through"
     lookup_wait_s: Seconds = 0.5  # a lookup waits so long at most, unless its request says else
     get_timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 2.0
@@ -303,6 +304,8 @@ def _checked(key: str, item: _Given, kind: inspect.Type) -> object:
             value = parse_bytes(value)
         elif key == "l1.size" and type(value) is int:
             value = str(value)  # a plain number is bytes
+        elif key == "l2.backends" and isinstance(value, list):
+            value = " ".join(msgspec.convert(value, list[str]))
         value = msgspec.convert(value, _type_of(key), strict=not is_text)
     except ValueError:  # msgspec.ValidationError is one
         if value == "" and isinstance(kind, inspect.StrType):
@@ -345,7 +348,8 @@ def _limit_text(key: str, kind: inspect.Type) -> str:
             low = f"above {gt:g}" if gt is not None else f"from {ge}"
             return f"{noun} {low} to {le}"
         case _:
-            return "a text" + (" such as '25%' or '2GiB'" if key == "l1.size" else "")
+            examples = {"l1.size": " such as '25%' or '2GiB'", "l2.backends": " or a list of texts"}
+            return "a text" + examples.get(key, "")
 
 
 def _text_problem(key: str, value: str) -> str | None:
@@ -363,12 +367,16 @@ def _text_problem(key: str, value: str) -> str | None:
 
 
 def _check_together(config: Config, sources: Mapping[str, str]) -> None:
-    """Rules about two keys."""
-    limits = config.limits
-    if limits.max_push_queue_bytes < limits.max_frame_bytes:
-        key = "limits.max_push_queue_bytes"
-        raise ConfigError(
-            f"{key} = {limits.max_push_queue_bytes} (from {sources[key]}) is smaller than one "
-            f"frame, limits.max_frame_bytes = {limits.max_frame_bytes} "
-            f"(from {sources['limits.max_frame_bytes']}): set it to that or more"
-        )
+    """Rules about two keys: the first must not be below the second."""
+    rules = (
+        ("limits.max_push_queue_bytes", "smaller than one frame", "limits.max_frame_bytes"),
+        ("l2.breaker_open_most_s", "less than what it starts with", "l2.breaker_open_s"),
+    )
+    values = {key: value for key, value, _ in rows(LoadedConfig(config, sources))}
+    for high, what, low in rules:
+        most, least = values[high], values[low]
+        if isinstance(most, int | float) and isinstance(least, int | float) and most < least:
+            raise ConfigError(
+                f"{high} = {most} (from {sources[high]}) is {what}, {low} = {least} "
+                f"(from {sources[low]}): set it to that or more"
+            )

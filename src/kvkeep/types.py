@@ -80,6 +80,7 @@ class CommitOutcome(IntEnum):
     COMMITTED = 0
     ALREADY_RESIDENT = 1
     UNKNOWN_LEASE = 2
+    FORGOTTEN = 3  # its layout was reset meanwhile: not published, its extents are free
 
 
 class EndOutcome(IntEnum):

@@ -3,7 +3,10 @@
 import asyncio
 import contextlib
 import errno
+import fcntl
+import json
 import os
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,8 +24,9 @@ from tests.backends.fs_cases import (
     settings,
 )
 
-from kvkeep.backends.fs import READ_ONLY_AGAIN_NS, FsBackend
-from kvkeep.backends.fs_place import open_place
+from kvkeep.backends.fs import FsBackend
+from kvkeep.backends.fs_open import open_place
+from kvkeep.backends.fs_trouble import READ_ONLY_AGAIN_NS
 from kvkeep.errors import BackendError
 from kvkeep.testing.backend_contract import (
     SPACE,
@@ -39,7 +43,9 @@ from kvkeep.types import IoOutcome
 def test_a_second_server_is_refused(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path / "l2"):
-            with pytest.raises(BackendError, match=rf"{tmp_path}/l2 is in use .*pid {os.getpid()}"):
+            with pytest.raises(
+                BackendError, match=f"two backends of this server use {tmp_path}/l2"
+            ):
                 await FsBackend(settings(tmp_path / "l2")).open()
         async with opened(tmp_path / "l2"):
             pass
@@ -51,7 +57,7 @@ def test_the_lock_ends_with_the_process(tmp_path: Path) -> None:
     """Also with one that was killed."""
     script = (
         "import sys, time; from pathlib import Path;"
-        "from kvkeep.backends.fs_place import open_place;"
+        "from kvkeep.backends.fs_open import open_place;"
         "place = open_place(Path(sys.argv[1]), capacity_bytes=1 << 20);"
         "print('open', flush=True); time.sleep(600)"
     )
@@ -202,28 +208,85 @@ def test_a_vanished_directory_comes_back(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_mount_point_without_its_disk_is_left_alone(tmp_path: Path) -> None:
-    """An empty directory on another device, where ours was."""
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_mount_point_without_its_disk_is_left_alone(tmp_path: Path, device: int) -> None:
+    """An empty directory, on the same device or another, where ours was."""
     place = open_place(tmp_path / "l2", capacity_bytes=1 << 20)
     place.release()
     (tmp_path / "l2").rename(tmp_path / "away")
     (tmp_path / "l2").mkdir()
-    place.device += 1
+    place.device += device
     with pytest.raises(BackendError, match="another directory"):
         open_place(tmp_path / "l2", capacity_bytes=None, before=place)
     assert not list((tmp_path / "l2").iterdir())
 
 
-def test_an_emptied_directory_on_the_same_disk_is_taken(tmp_path: Path) -> None:
+def test_a_new_directory_at_the_same_path_is_not_adopted(tmp_path: Path) -> None:
+    root = tmp_path / "l2"
+    says = f"{root} is another directory than the one that was opened: mount its disk again, or"
+
     async def main() -> None:
-        async with opened(tmp_path / "l2") as backend:
+        async with opened(root) as backend:
             await put(backend, 1)
-            (tmp_path / "l2").rename(tmp_path / "away")
-            (tmp_path / "l2").mkdir()
+            root.rename(tmp_path / "away")
+            root.mkdir()
+            for _ in range(2):
+                for call in (
+                    backend.get([item(SPACE, key(1), LENGTH)]),
+                    backend.put([filled(SPACE, key(2), LENGTH)]),
+                    backend.probe(),
+                ):
+                    with pytest.raises(BackendError, match=says):
+                        await call
+            assert not list(root.iterdir())
+            root.rmdir()
+            (tmp_path / "away").rename(root)
+            assert await has(backend, 1)  # at once
             await backend.probe()
-            await ready(backend)
-            assert not await has(backend, 1)
-            await put(backend, 1)
-            assert backend.usage().objects == 1
+            await put(backend, 2)
 
     asyncio.run(main())
+
+
+# ---- the lock
+
+
+def test_a_removed_lock_file_lets_nobody_in(tmp_path: Path) -> None:
+    root = tmp_path / "l2"
+
+    async def main() -> None:
+        async with opened(root):
+            (root / "lock").unlink()
+            with pytest.raises(BackendError, match=f"{root} is in use by another server"):
+                await FsBackend(settings(root)).open()
+            assert not (root / "lock").exists()
+        async with opened(root):
+            assert (root / "lock").read_text().startswith(f"{os.getpid()}\n")
+
+    asyncio.run(main())
+
+
+def test_where_directories_have_no_locks_the_file_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = fcntl.flock
+
+    def no_directories(fd: int, how: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        real(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", no_directories)
+    place = open_place(tmp_path / "l2", capacity_bytes=1 << 20)
+    with pytest.raises(BackendError, match="two backends of this server"):
+        open_place(tmp_path / "l2", capacity_bytes=2 << 20)
+    assert json.loads((tmp_path / "l2" / "kvkeep.json").read_text())["capacity_bytes"] == 1 << 20
+    place.release()
+
+
+def test_an_equal_pid_of_another_container_is_another_server(tmp_path: Path) -> None:
+    place = open_place(tmp_path / "l2", capacity_bytes=1 << 20)
+    (tmp_path / "l2" / "lock").write_text(f"{os.getpid()}\nanother boot pid:[1]\n")
+    with pytest.raises(BackendError, match=rf"another server \(pid {os.getpid()}\)"):
+        open_place(tmp_path / "l2", capacity_bytes=1 << 20)
+    place.release()

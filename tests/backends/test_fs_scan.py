@@ -14,7 +14,8 @@ from tests.backends.fs_cases import settings as fs_settings
 from kvkeep.backends import fs_rebuild, fs_scan
 from kvkeep.backends.base import ABSENT, HEADER_BYTES
 from kvkeep.backends.fs import FsBackend
-from kvkeep.backends.fs_place import Place, open_place
+from kvkeep.backends.fs_open import open_place
+from kvkeep.backends.fs_place import Place
 from kvkeep.backends.header import label
 from kvkeep.testing.backend_contract import (
     OTHER,

@@ -105,7 +105,8 @@ def test_a_password_is_read_and_never_shown() -> None:
     raw = built("mem://me:s%40cret@host:1/x")
     assert raw.place == ("host", 1, "/x", "me", "s@cret")
     assert raw.url == "mem://host:1/x"
-    for bad in ("mem://me:secret@h/x?oops=1", "mem://me:secret@h:port/", "//me:secret@h/"):
+    bad_urls = ("mem://me:secret@h/x?oops=1", "mem://me:secret@h:port/", "//me:secret@h/")
+    for bad in (*bad_urls, "mem:me:secret@h", "mem:/me:secret@h"):
         with pytest.raises(ConfigError) as error:
             built(bad)
         assert "secret" not in str(error.value)
@@ -118,7 +119,11 @@ def test_a_password_is_read_and_never_shown() -> None:
         ("mem://h?=1", "is not an option"),
         ("nfs://h", "nfs is not a kind of L2; installed are fs, gone, mem, odd"),
         ("/var/lib/kvkeep", "has no scheme; write it as in fs:///var/lib/kvkeep"),
-        ("mem:/p", "has no scheme"),
+        (
+            "mem:/p?name=x",
+            "L2 URL mem:/p?name=x lacks '//' after its scheme; write mem:///p?name=x",
+        ),
+        ("mem:p", "write it as in fs:///var/lib/kvkeep"),
         ("mem://h?readers=0", "readers=0: write a whole number from 1 to 64"),
         ("mem://h?readers=65", "from 1 to 64"),
         ("mem://h?readers=-1", "from 1 to 64"),
@@ -147,6 +152,35 @@ def test_a_refusal_names_the_thing_and_the_fix(text: str, says: str) -> None:
 def test_two_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigError, match="two have the name mem; give one another"):
         names("mem://a mem://b")
+
+
+@pytest.mark.parametrize("text", ["mem://h?name=a b", "mem://h/a,b", "mem://h /my dir"])
+def test_what_looks_like_two_urls_says_how_to_write_one(text: str) -> None:
+    with pytest.raises(ConfigError, match="separates URLs: inside of one write %20 or %2C"):
+        names(text)
+    assert names("mem://h/my%20dir%2C") == ["mem"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("mem://h/p", "mem://h/p"),
+        ("mem://h/p?capacity=1GiB", "mem://H//./p/?capacity=2GiB"),
+        ("fs:///a/b", "fs:////a/c/../b"),
+        ("fs:///a/b c", "fs:///a/b%20c"),
+    ],
+)
+def test_one_place_in_two_urls_is_refused(first: str, second: str) -> None:
+    first = first.replace(" ", "%20")
+    with pytest.raises(ConfigError) as error:
+        names(f"{first} {second}&name=b" if "?" in second else f"{first} {second}?name=b")
+    assert f"is the same place as {BackendUrl(first).public}" in str(error.value)
+    assert BackendUrl(second).path in str(error.value) or second in str(error.value)
+
+
+def test_what_differs_in_host_port_user_or_path_are_two_places() -> None:
+    urls = ["mem://h/p", "mem://g/p", "mem://h:1/p", "mem://me@h/p", "mem://h/p/q"]
+    assert len(names(" ".join(f"{url}?name=n{n}" for n, url in enumerate(urls)))) == len(urls)
 
 
 def test_the_built_in_kind_needs_no_metadata() -> None:

@@ -37,6 +37,7 @@ sys.exit(main(sys.argv[1:]))
         (["serve", "--l1-size", "1GiB", "--set", "l1.size=2GiB"], "given twice"),
         (["serve", "--json", "--log-format", "text"], "contradict"),
         (["serve", "extra"], "extra"),
+        (["serve", "--l2", "fs:///a", "--set", "l2.backends=fs:///b"], "given twice"),
         (["explain", "one", "two"], "two"),
         (["bench"], "Missing command"),
         (["bench", "object", "--shape", "70B"], "SmolLM2-135M"),
@@ -66,6 +67,9 @@ def test_wrong_usage(kvkeep: Command, arguments: list[str], says: str) -> None:
         (["--l1-size", "900TiB"], "set l1.size to"),
         (["--l1-size", "1MiB"], "4MiB"),
         (["--group", "no-such-group-here"], "no-such-group-here"),
+        (["--no-http", "--l2", "nfs:///a", "--l2", "fs:///b"], "nfs is not a kind of L2"),
+        (["--no-http", "--l2", "fs:///a", "--l2", "nfs:///b"], "nfs is not a kind of L2"),
+        (["--no-http", "--l2", "fs:///a", "--l2", "fs:///a?name=b"], "the same place"),
     ],
 )
 def test_serve_refuses(kvkeep: Command, tmp_path: Path, arguments: list[str], says: str) -> None:

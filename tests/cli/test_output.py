@@ -232,6 +232,55 @@ def test_chunks_that_were_not_needed_are_not_from_l1(capsys: pytest.CaptureFixtu
     assert ["0-1", "hit", "l1"] in [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
+def persisted(**more: int) -> dict[str, Any]:
+    """An answer of wait_persisted: all is well, unless told otherwise."""
+    names = ("persist_overflow", "persist_lost", "persist_failed", "missing_chunks")
+    answer = dict.fromkeys(("queued_bytes", "running", *names), 0) | more
+    waits = answer["queued_bytes"] or answer["running"] or answer["missing_chunks"]
+    return answer | {"done": not waits}
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({}, "all that L1 holds is in L2"),
+        (
+            {"missing_chunks": 3, "persist_failed": 1, "persist_overflow": 2},
+            "not in L2: 3 chunks (since the start: 1 failed, 2 dropped from a full queue)",
+        ),
+        ({"missing_chunks": 1}, "not in L2: 1 chunk"),
+        (
+            {"persist_lost": 1},
+            "all that L1 holds is in L2 (since the start: 1 evicted from L1 before)",
+        ),
+        ({"queued_bytes": 1024, "running": 1}, "not yet: 1KiB wait and 1 chunk is being written"),
+        (
+            {"running": 2, "missing_chunks": 1},
+            "not yet: 0B wait and 2 chunks are being written; not in L2: 1 chunk",
+        ),
+    ],
+)
+def test_what_is_in_l2_is_said_as_it_is(
+    kvkeep: Command, monkeypatch: pytest.MonkeyPatch, more: dict[str, int], says: str
+) -> None:
+    answer = persisted(**more)
+    monkeypatch.setattr("kvkeep.cli.operator.ask", lambda *_, **__: answer)
+    done = kvkeep("wait-persisted")
+    assert done.out.strip() == says
+    assert done.code == (0 if answer["done"] else FAILED)
+    assert kvkeep("wait-persisted", "--json").json == answer
+
+
+def test_a_time_that_rounds_to_zero_has_no_sign(capsys: pytest.CaptureFixture[str]) -> None:
+    times = [{"t_ms": t_ms, "event": f"e{n}"} for n, t_ms in enumerate((-0.04, -0.0, -0.06, 7.25))]
+    show.show_explanation(explanation(l1=0, timeline=times, saved_ms=-0.4))
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines()]
+    found = [row[0] for row in rows if row[1:] in (["e0"], ["e1"], ["e2"], ["e3"])]
+    assert found == ["0.0", "0.0", "-0.1", "7.2"]
+    assert "saved about 0 ms" in out
+
+
 def test_an_explanation_names_session_time_and_computed_tokens(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -1,6 +1,7 @@
 """kvkeep verify: finds every broken file, sets it aside when told, needs no server and no lock."""
 
 import asyncio
+import errno
 import json
 import os
 import shutil
@@ -8,10 +9,11 @@ from pathlib import Path
 
 import pytest
 from tests.backends.fs_cases import disk_usage, path_of, stored, wanted
+from tests.cli.conftest import Command
 
 from kvkeep.backends.fs_files import QUARANTINED_MOST
 from kvkeep.cli import verify
-from kvkeep.errors import KVKeepError
+from kvkeep.errors import BackendError, KVKeepError
 from kvkeep.testing.backend_contract import OTHER, SALTED, SPACE, key, until
 from kvkeep.types import IoOutcome
 
@@ -74,6 +76,7 @@ def test_a_sound_l2(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "objects": 2 * OBJECTS,
         "bytes": 2 * OBJECTS * (4_096 + LENGTH),
         "broken": [],
+        "not_moved": [],
         "foreign_files": 0,
     }
     assert {path: path.stat().st_mtime_ns for path in root.rglob("*.kv")} == before
@@ -99,6 +102,57 @@ def test_what_is_broken_is_set_aside(root: Path) -> None:
     assert scrub(root, quarantine=True) == expected
     assert len(list((root / "quarantine").iterdir())) == len(expected) <= QUARANTINED_MOST
     assert scrub(root) == {}
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (OSError(errno.EROFS, os.strerror(errno.EROFS)), "Read-only file system"),
+        (BackendError("it has vanished"), "it has vanished"),
+    ],
+)
+def test_what_cannot_be_set_aside_is_in_the_report(
+    root: Path,
+    kvkeep: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    why: str,
+) -> None:
+    damage(root)
+
+    def refuses(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(verify, "set_aside", refuses)
+    done = kvkeep("verify", root, "--quarantine", "--json")
+    assert done.code == 1
+    broken = [row["path"] for row in done.json["broken"]]
+    assert len(broken) == 6
+    assert done.json["not_moved"] == [{"path": path, "why": why} for path in broken]
+    shown = kvkeep("verify", root, "--quarantine")
+    assert shown.code == 1
+    assert "6 broken, 6 could not be moved" in shown.out
+    assert why in shown.out
+    assert "header_checksum" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("", "no place is named"),
+        (" ", "no place is named"),
+        ("fs://", "absolute path"),
+        ("fs://host/a", "absolute path"),
+        ("fs:///a?oops=1", "oops is not an option"),
+    ],
+)
+def test_no_place_is_not_the_working_directory(
+    root: Path, kvkeep: Command, monkeypatch: pytest.MonkeyPatch, place: str, says: str
+) -> None:
+    monkeypatch.chdir(root)
+    done = kvkeep("verify", place)
+    assert done.code == 1
+    assert says in done.sentence
 
 
 def test_beside_a_running_server(root: Path) -> None:

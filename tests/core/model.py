@@ -356,7 +356,7 @@ class Model(Party):
             self._finish(lease)
             if write.doomed or write.hash in self.resident:
                 refused = CommitOutcome.ALREADY_RESIDENT
-                assert outcome is (CommitOutcome.UNKNOWN_LEASE if write.doomed else refused)
+                assert outcome is (CommitOutcome.FORGOTTEN if write.doomed else refused)
                 for extent in write.extents:
                     self.memory.release(extent)
                 continue

@@ -236,7 +236,7 @@ def test_forget_ends_everything_of_the_layout(shell: MakeShell, outcome: IoOutco
     assert w.hit(ticket) == nothing(Reason.EVICTED)
     w.bring(outcome=outcome)
     assert w.resident(keys) == [False] * 3
-    assert w.commit("s", staged.leases).outcomes == (CommitOutcome.UNKNOWN_LEASE,)
+    assert w.commit("s", staged.leases).outcomes == (CommitOutcome.FORGOTTEN,)
     assert w.directory.arena.free_bytes == w.directory.arena.populated_bytes
 
 

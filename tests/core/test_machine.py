@@ -19,6 +19,7 @@ from kvkeep.core.directory import Directory, Limits
 from kvkeep.core.keys import chunk_hash, root_hash
 from kvkeep.types import (
     ChunkHash,
+    CommitOutcome,
     EndOutcome,
     Fingerprint,
     GroupKind,
@@ -488,7 +489,7 @@ def refused(event: ev.Event, reply: ev.Reply) -> bool:
         case ev.Staged():
             return not {StageOutcome.GRANTED, StageOutcome.NO_ROOM} & set(reply.outcomes)
         case ev.Committed():
-            return not any(outcome.value < 2 for outcome in reply.outcomes)
+            return set(reply.outcomes) <= {CommitOutcome.UNKNOWN_LEASE}
         case ev.Done():  # these may do something and still count nothing
             does = isinstance(event, ev.PeerGone | ev.Grown) or event == ev.Clear(force=True)
             return reply == EMPTY and not does

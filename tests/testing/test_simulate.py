@@ -63,7 +63,8 @@ def test_the_same_seeds_give_the_same_digest_in_any_process() -> None:
 
 def test_a_failure_says_how_to_see_it_again(monkeypatch: Patch) -> None:
     monkeypatch.setattr(Directory, "give_up", _free_always)
-    seed, failures = -1, []
+    seed = -1
+    failures: list[dict[str, Any]] = []
     while not failures:
         seed += 1
         assert seed < SEEDS_FOR_A_BUG

@@ -18,13 +18,15 @@ from pathlib import Path
 from time import time_ns
 from typing import TypeVar
 
-from kvkeep.backends import fs_files, fs_scan, header
+from kvkeep.backends import fs_files, fs_open, fs_scan, header
 from kvkeep.backends.base import ABSENT, PAGE_BYTES, Item, Usage
-from kvkeep.backends.fs_files import Direct, Files
+from kvkeep.backends.fs_files import Direct, Files, OneFile
 from kvkeep.backends.fs_held import Held, Name, Pools, first_part
+from kvkeep.backends.fs_identity import LEAST_CAPACITY_BYTES
 from kvkeep.backends.fs_index import disk_bytes, value_ns
-from kvkeep.backends.fs_place import Place, open_place
+from kvkeep.backends.fs_place import Place
 from kvkeep.backends.fs_rebuild import rebuild
+from kvkeep.backends.fs_trouble import Trouble
 from kvkeep.backends.registry import BackendUrl
 from kvkeep.backends.threads import Pool
 from kvkeep.errors import BackendError
@@ -33,9 +35,7 @@ from kvkeep.types import IoOutcome, Namespace, ObjectKey
 READERS = 8
 WRITERS = 4
 MOST_THREADS = 256
-LEAST_CAPACITY_BYTES = 1 << 20
 CLOSE_WAIT_S = 1.0
-READ_ONLY_AGAIN_NS = 10_000_000_000  # a place that turned read-only is written to again
 LOGGER = "kvkeep.server.fs"  # below the server's logger: its handlers write these lines
 _NAMES_AT_ONCE = 256
 _LABELS_KEPT = 1_024
@@ -94,12 +94,12 @@ class FsBackend:
         self._held: Held | None = None
         self._scan: asyncio.Task[None] | None = None
         self._slots = asyncio.Semaphore(2 * settings.writers)
-        self._read_only_until_ns = 0
+        self._trouble = Trouble(settings.root, self._log, clock)
 
     @property
     def last_error(self) -> str:
         """What went wrong last in work that nobody waited for, such as an eviction."""
-        return self._held.last_error if self._held is not None else ""
+        return self._trouble.text or (self._held.last_error if self._held is not None else "")
 
     async def open(self) -> None:
         settings = self._settings
@@ -110,10 +110,8 @@ class FsBackend:
         )
         try:
             await self._take_into_use(None)
-        except (OSError, BackendError) as error:
+        except BackendError:
             await self._pools.close(CLOSE_WAIT_S)
-            if isinstance(error, OSError):
-                raise BackendError(f"{settings.root} cannot be used: {error.strerror}") from error
             raise
 
     async def close(self) -> None:
@@ -141,26 +139,25 @@ class FsBackend:
     async def put(self, items: Sequence[Item]) -> Sequence[IoOutcome]:
         held = self._open_held()
         # Refusals, not failures: reading goes on, and is not cut off by the breaker.
-        if held.place.read_only and self._clock() >= self._read_only_until_ns:
-            self._read_only_until_ns = self._clock() + READ_ONLY_AGAIN_NS
+        if held.place.read_only and self._trouble.may_look():
             await self.probe()  # takes it into use anew if it has become writable
             held = self._open_held()
-            if not held.place.read_only:
-                self._read_only_until_ns = 0
         if not held.complete.is_set() or self._is_read_only(held):
             return [IoOutcome.REFUSED] * len(items)
         try:
-            return await _all_settled([self._put(held, item) for item in items])
+            outcomes = await _all_settled([self._put(held, item) for item in items])
         except OSError as error:
             if error.errno != errno.EROFS:
                 raise
-            held.failed("store", error)
-            self._read_only_until_ns = self._clock() + READ_ONLY_AGAIN_NS
+            self._trouble.is_read_only(error)
             return [IoOutcome.REFUSED] * len(items)
+        if IoOutcome.OK in outcomes:
+            self._trouble.is_writable()
+        return outcomes
 
     def _is_read_only(self, held: Held) -> bool:
         """Opened so, or turned so a moment ago; that is tried again."""
-        return held.place.read_only or self._clock() < self._read_only_until_ns
+        return held.place.read_only or self._trouble.read_only
 
     async def delete(
         self, space: Namespace, keys: Sequence[ObjectKey], *, broken: bool = False
@@ -184,6 +181,8 @@ class FsBackend:
     async def probe(self) -> None:
         held, pools = self._open_held(), self._open_pools()
         if not await pools.readers.run(partial(_is_usable, held.place)):
+            root = self._settings.root
+            await pools.readers.run(partial(fs_open.refuse_another, root, held.place))
             await self._stop_scan()
             await held.close()
             held = await self._take_into_use(held.place)
@@ -204,7 +203,7 @@ class FsBackend:
             quarantined_objects=len(held.quarantine),
             scanned=held.scanned,
             read_only=self._is_read_only(held),
-            last_error=held.last_error,
+            last_error=self._trouble.text or held.last_error,
         )
 
     # ---- one object
@@ -243,6 +242,9 @@ class FsBackend:
     async def _put(self, held: Held, item: Item) -> IoOutcome:
         name = (self._labels(item.space), item.key)
         size_bytes = disk_bytes(item.length)
+        if size_bytes > held.room.capacity_bytes:
+            self._trouble.is_too_large(item.length, held.room.capacity_bytes)
+            return IoOutcome.FULL
         async with self._slots, held.changing(name):
             forgets = held.forgets[first_part(name[0])]
             if not await held.room.reserve(size_bytes):
@@ -277,13 +279,20 @@ class FsBackend:
         for is_last in (False, True):
             try:
                 await held.pools.writers.run(work)
+            except OneFile as error:
+                held.failed("store", error)
+                if is_last or not await held.clear_way(name):
+                    break
             except OSError as error:
                 if error.errno not in _DISK_FULL:
                     raise
-                held.failed("store", error)
+                size_bytes = disk_bytes(item.length)
+                used_bytes = held.room.used_bytes - size_bytes
+                self._trouble.is_full(used_bytes, held.room.capacity_bytes)
                 if not is_last:
-                    await held.make_space(disk_bytes(item.length))
+                    await held.make_space(size_bytes)
             else:
+                self._trouble.has_room()
                 return IoOutcome.OK
         return IoOutcome.FULL
 
@@ -310,7 +319,7 @@ class FsBackend:
     async def _take_into_use(self, before: Place | None) -> Held:
         settings, pools = self._settings, self._open_pools()
         work = partial(
-            open_place, settings.root, capacity_bytes=settings.capacity_bytes, before=before
+            fs_open.open_place, settings.root, capacity_bytes=settings.capacity_bytes, before=before
         )
         place = await pools.writers.run(work)
         held = Held(place, files=self._files, pools=pools, log=self._log)
@@ -322,6 +331,9 @@ class FsBackend:
             "read_only": place.read_only,
         }
         self._log.info("l2_opened", extra={"fields": fields})
+        disk_size_bytes = await pools.writers.run(partial(fs_open.disk_size_bytes, place))
+        if before is None and held.room.capacity_bytes > disk_size_bytes:
+            self._trouble.is_above_disk(held.room.capacity_bytes, disk_size_bytes)
         return held
 
     async def _stop_scan(self) -> None:

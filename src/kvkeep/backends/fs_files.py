@@ -3,24 +3,61 @@
 A file is written whole under a temporary name and then renamed, so a name never leads to half an
 object. Reads and writes go straight between disk and memory (O_DIRECT) where the file system allows
 it. What is not a regular file under an object's name is never followed and never waited for.
+What is wrong with one file is told apart from what is wrong with the whole place.
 """
 
 import contextlib
 import errno
 import os
+import re
 import secrets
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
+from typing import NamedTuple
 
 from kvkeep.backends.base import ABSENT, HEADER_BYTES, PAGE_BYTES
-from kvkeep.backends.fs_place import FILE_MODE, QUARANTINE, TMP, Place, make_directory
+from kvkeep.backends.fs_place import (
+    FILE_MODE,
+    QUARANTINE,
+    SUFFIX,
+    TMP,
+    Place,
+    directory,
+    own_directory,
+)
+from kvkeep.backends.header import LABEL_DIGITS, SALT_DIGITS, parse_stem
+from kvkeep.errors import BackendError
 
 QUARANTINED_MOST = 64
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-_NOT_A_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
+_ONE_FILE = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENXIO,
+    errno.ENOTDIR,
+    errno.ENOTEMPTY,
+    errno.EXDEV,  # something is mounted there
+    errno.EBUSY,
+)
+_ASIDE = re.compile(
+    rf"([0-9a-f]{{{LABEL_DIGITS}}}(?:-[0-9a-f]{{{SALT_DIGITS}}})?)_(.+)_[0-9a-f]{{8}}"
+)
 _FOREIGN = 0  # the payload size of what cannot be an object; its header page is zeros
+
+
+class OneFile(BackendError):
+    """Something is wrong with one object's file; all others are well."""
+
+
+class Aside(NamedTuple):
+    """What is in quarantine: names and bytes of what we put there, oldest first."""
+
+    ours: list[tuple[str, int]]
+    foreign: int
 
 
 class Direct(Enum):
@@ -53,11 +90,11 @@ class Files:
         """
         try:
             return self._read(place, name, memory, length, value_ns)
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
             place.check()
             return ABSENT
         except OSError as error:
-            if error.errno in _NOT_A_FILE or not _is_regular(place, name):
+            if _is_of_one_file(place, error) or not _is_regular(place, name):
                 return _foreign(memory[0])
             if not self._falls_back(error):
                 raise
@@ -66,7 +103,10 @@ class Files:
     def write(
         self, place: Place, name: str, memory: Sequence[memoryview], length: int, *, value_ns: int
     ) -> None:
-        """Store [header, payload] under the name, in place of what was there."""
+        """Store [header, payload] under the name, in place of what was there.
+
+        Raises OneFile when something that cannot be replaced is in the way.
+        """
         try:
             self._write(place, name, memory, length, value_ns)
         except OSError as error:
@@ -85,7 +125,9 @@ class Files:
         place.check()
         header, payload = memory
         direct = os.O_DIRECT if self.direct else 0
-        fd = os.open(name, _READ | direct, dir_fd=place.fd)
+        folder, _, file = name.rpartition("/")
+        with directory(place.fd, folder) as folder_fd:
+            fd = os.open(file, _READ | direct, dir_fd=folder_fd)
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
@@ -110,24 +152,25 @@ class Files:
         place.check()
         header, payload = memory
         direct = os.O_DIRECT if self.direct else 0
-        temporary = f"{TMP}/{secrets.token_hex(8)}"
-        fd = _create(place, temporary, direct)
-        try:
+        temporary = secrets.token_hex(8)
+        with own_directory(place, TMP, make=True) as tmp:
+            fd = os.open(temporary, _WRITE | direct, FILE_MODE, dir_fd=tmp)
             try:
-                _write_all(fd, [header, payload[: _whole_pages(length)]])
-                if length % PAGE_BYTES:
-                    os.ftruncate(fd, HEADER_BYTES + length)
-                os.utime(fd, ns=(value_ns, value_ns))
-                if not direct:
-                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(fd)
-            place.check()  # it may have been closed or unmounted meanwhile
-            _rename(place, temporary, name)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary, dir_fd=place.fd)
-            raise
+                try:
+                    _write_all(fd, [header, payload[: _whole_pages(length)]])
+                    if length % PAGE_BYTES:
+                        os.ftruncate(fd, HEADER_BYTES + length)
+                    os.utime(fd, ns=(value_ns, value_ns))
+                    if not direct:
+                        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                finally:
+                    os.close(fd)
+                place.check()  # it may have been closed or unmounted meanwhile
+                _move_in(place, temporary, name, tmp=tmp)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary, dir_fd=tmp)
+                raise
 
     def _falls_back(self, error: OSError) -> bool:
         """Whether to try again without O_DIRECT, from now on."""
@@ -140,93 +183,165 @@ class Files:
 def present(place: Place, names: Sequence[str]) -> list[bool]:
     """Whether there is a file under each name."""
     place.check()
-    found = []
-    for name in names:
-        try:
-            mode = os.stat(name, dir_fd=place.fd, follow_symlinks=False).st_mode
-        except (FileNotFoundError, NotADirectoryError):
-            mode = 0
-        found.append(stat.S_ISREG(mode))
-    return found
+    return [_mode(place, name) == stat.S_IFREG for name in names]
 
 
 def remove(place: Place, name: str) -> None:
-    """Unlink; a file that is gone already is fine."""
+    """Unlink; what is gone already is fine. Raises OneFile when this one cannot be unlinked."""
     place.check()
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(name, dir_fd=place.fd)
+    folder, _, file = name.rpartition("/")
+    with _one_file(place, name), directory(place.fd, folder) as folder_fd:
+        os.unlink(file, dir_fd=folder_fd)
+
+
+def remove_aside(place: Place, name: str) -> None:
+    """Delete something in quarantine; of a directory only an empty one."""
+    place.check()
+    with own_directory(place, QUARANTINE) as aside, _one_file(place, f"{QUARANTINE}/{name}"):
+        _delete(name, aside)
 
 
 def set_aside(place: Place, name: str) -> None:
-    """Move what is under an object's name into quarantine; gone already is fine."""
+    """Move what is under an object's name into quarantine; gone already is fine.
+
+    Raises OneFile when this one cannot be moved.
+    """
     place.check()
-    label, _, rest = name.partition("/")
-    aside = f"{QUARANTINE}/{label}_{rest.rpartition('/')[2]}_{secrets.token_hex(4)}"
-    with contextlib.suppress(FileNotFoundError):
-        _rename(place, name, aside)
+    folder, _, file = name.rpartition("/")
+    with (
+        own_directory(place, QUARANTINE, make=True) as aside,
+        _one_file(place, name),
+        contextlib.ExitStack() as stack,
+    ):
+        try:
+            folder_fd = stack.enter_context(directory(place.fd, folder))
+        except NotADirectoryError:
+            return  # then nothing is under this name
+        os.rename(file, _aside_name(name), src_dir_fd=folder_fd, dst_dir_fd=aside)
 
 
-def list_quarantine(place: Place) -> list[tuple[str, int]]:
-    """(name, bytes) of what is in quarantine, oldest first; more than the most is unlinked."""
+def clear_way(place: Place, name: str) -> None:
+    """Move into quarantine what stands where an object, or a directory that leads to it, belongs.
+
+    Raises OneFile when that cannot be moved.
+    """
+    place.check()
+    ends = [at for at, char in enumerate(name) if char == "/"]
+    with own_directory(place, QUARANTINE, make=True) as aside, _one_file(place, name):
+        for end in (*ends, len(name)):
+            folder, _, last = name[:end].rpartition("/")
+            with directory(place.fd, folder) as folder_fd:
+                mode = os.stat(last, dir_fd=folder_fd, follow_symlinks=False).st_mode
+                if end == len(name) or not stat.S_ISDIR(mode):
+                    os.rename(last, _aside_name(name), src_dir_fd=folder_fd, dst_dir_fd=aside)
+                    return
+
+
+def list_quarantine(place: Place) -> Aside:
+    """What is in quarantine; of what we put there, more than the most is deleted."""
     found = []
+    foreign = 0
     try:
-        fd = os.open(QUARANTINE, os.O_RDONLY | os.O_DIRECTORY, dir_fd=place.fd)
+        with own_directory(place, QUARANTINE, to_list=True) as fd:
+            for name in os.listdir(fd):
+                if not _is_aside(name):
+                    foreign += 1
+                    continue
+                with contextlib.suppress(FileNotFoundError):
+                    data = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                    size = _whole_pages(data.st_size) if stat.S_ISREG(data.st_mode) else 0
+                    found.append((data.st_ctime_ns, name, size))
+            found.sort()
+            kept = found[-QUARANTINED_MOST:]
+            for number, (at_ns, name, size) in enumerate(found[: len(found) - len(kept)]):
+                try:
+                    _delete(name, fd)
+                except OSError:  # it stays, and counts
+                    kept.insert(number, (at_ns, name, size))
     except FileNotFoundError:
-        return []
-    try:
-        with os.scandir(fd) as entries:
-            for entry in entries:
-                data = entry.stat(follow_symlinks=False)
-                size = _whole_pages(data.st_size) if stat.S_ISREG(data.st_mode) else 0
-                found.append((data.st_ctime_ns, f"{QUARANTINE}/{entry.name}", size))
-    finally:
-        os.close(fd)
-    found.sort()
-    kept = found[-QUARANTINED_MOST:]
-    for _, name, _ in found[: -len(kept)] if kept else ():
-        with contextlib.suppress(OSError):  # a directory somebody made there
-            os.unlink(name, dir_fd=place.fd)
-    return [(name, size) for _, name, size in kept]
+        return Aside([], 0)
+    return Aside([(name, size) for _, name, size in kept], foreign)
 
 
 def probe(place: Place, memory: memoryview) -> None:
     """Write a page, read it back, and unlink it."""
     place.check()
-    temporary = f"{TMP}/{secrets.token_hex(8)}"
-    fd = _create(place, temporary, 0)
-    try:
+    temporary = secrets.token_hex(8)
+    with own_directory(place, TMP, make=True) as tmp:
+        fd = os.open(temporary, _WRITE, FILE_MODE, dir_fd=tmp)
         try:
-            _write_all(fd, [memory])
+            try:
+                _write_all(fd, [memory])
+            finally:
+                os.close(fd)
+            fd = os.open(temporary, _READ, dir_fd=tmp)
+            try:
+                back = os.read(fd, len(memory) + 1)
+            finally:
+                os.close(fd)
         finally:
-            os.close(fd)
-        fd = os.open(temporary, _READ, dir_fd=place.fd)
-        try:
-            back = os.read(fd, len(memory) + 1)
-        finally:
-            os.close(fd)
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary, dir_fd=place.fd)
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=tmp)
     if back != memory:
         raise OSError(errno.EIO, f"{place.root} gives back other bytes than were written")
 
 
-def _create(place: Place, name: str, direct: int) -> int:
-    try:
-        return os.open(name, _WRITE | direct, FILE_MODE, dir_fd=place.fd)
-    except FileNotFoundError:
-        make_directory(place, TMP)
-        return os.open(name, _WRITE | direct, FILE_MODE, dir_fd=place.fd)
+def _move_in(place: Place, temporary: str, name: str, *, tmp: int) -> None:
+    """Give a written file its name; the directories for it are made."""
+    folder, _, file = name.rpartition("/")
+    for is_last in (False, True):
+        try:
+            with (
+                _one_file(place, name, may_be_gone=False),
+                directory(place.fd, folder, make=True) as folder_fd,
+            ):
+                os.rename(temporary, file, src_dir_fd=tmp, dst_dir_fd=folder_fd)
+            return
+        except FileNotFoundError:  # its directory was thrown away this very moment
+            if is_last:
+                raise
 
 
-def _rename(place: Place, old: str, new: str) -> None:
+@contextlib.contextmanager
+def _one_file(place: Place, name: str, *, may_be_gone: bool = True) -> Iterator[None]:
+    """Turns errors of one file into OneFile."""
     try:
-        os.rename(old, new, src_dir_fd=place.fd, dst_dir_fd=place.fd)
+        yield
     except FileNotFoundError:
-        parent = new.rpartition("/")[0]
-        for end in (at for at, char in enumerate(f"{parent}/") if char == "/"):
-            make_directory(place, parent[:end])
-        os.rename(old, new, src_dir_fd=place.fd, dst_dir_fd=place.fd)
+        if not may_be_gone:
+            raise
+    except OSError as error:
+        if not _is_of_one_file(place, error):
+            raise
+        raise OneFile(f"{place.root}/{name}: {error.strerror}") from error
+
+
+def _is_of_one_file(place: Place, error: OSError) -> bool:
+    """Whether only this file is concerned; when the root itself is shut, all are."""
+    if error.errno not in _ONE_FILE:
+        return False
+    place.check()
+    return os.access(place.root, os.R_OK | os.X_OK)
+
+
+def _delete(name: str, fd: int) -> None:
+    try:
+        os.unlink(name, dir_fd=fd)
+    except IsADirectoryError:
+        os.rmdir(name, dir_fd=fd)
+
+
+def _aside_name(name: str) -> str:
+    label, _, rest = name.partition("/")
+    return f"{label}_{rest.rpartition('/')[2]}_{secrets.token_hex(4)}"
+
+
+def _is_aside(name: str) -> bool:
+    match = _ASIDE.fullmatch(name)
+    if match is None:
+        return False
+    file = match.group(2)
+    return file.endswith(SUFFIX) and parse_stem(file[: -len(SUFFIX)]) is not None
 
 
 def _read_all(fd: int, memory: Sequence[memoryview], size: int) -> int:
@@ -264,10 +379,19 @@ def _whole_pages(size_bytes: int) -> int:
 
 
 def _is_regular(place: Place, name: str) -> bool:
+    return _mode(place, name) in (stat.S_IFREG, 0)
+
+
+def _mode(place: Place, name: str) -> int:
+    """The kind of file; 0 when there is none."""
+    folder, _, file = name.rpartition("/")
     try:
-        return stat.S_ISREG(os.stat(name, dir_fd=place.fd, follow_symlinks=False).st_mode)
-    except FileNotFoundError:
-        return True
+        with directory(place.fd, folder) as folder_fd:
+            return stat.S_IFMT(os.stat(file, dir_fd=folder_fd, follow_symlinks=False).st_mode)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) or _is_of_one_file(place, error):
+            return 0
+        raise
 
 
 def _foreign(header: memoryview) -> int:

@@ -6,7 +6,9 @@ in the pools' threads. Each name has one change at a time. Bytes count until the
 
 import asyncio
 import contextlib
+import errno
 import logging
+import os
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -15,7 +17,16 @@ from functools import partial
 from time import time_ns
 
 from kvkeep.backends import fs_scan
-from kvkeep.backends.fs_files import Files, list_quarantine, remove, set_aside
+from kvkeep.backends.fs_files import (
+    Aside,
+    Files,
+    OneFile,
+    clear_way,
+    list_quarantine,
+    remove,
+    remove_aside,
+    set_aside,
+)
 from kvkeep.backends.fs_index import Entry, Index
 from kvkeep.backends.fs_place import Place
 from kvkeep.backends.fs_room import Room, Turns
@@ -55,6 +66,7 @@ class Held:
         self.room = Room(place.identity.capacity_bytes, self._evict_one)
         self.turns = Turns()
         self.quarantine: dict[str, int] = {}  # name -> bytes, oldest first
+        self.quarantine_foreign = 0
         self.complete = asyncio.Event()  # the index knows everything that is on disk
         self.scanned = 0.0
         self.foreign = 0
@@ -63,6 +75,8 @@ class Held:
         self.last_error = ""
         self.changed: set[Name] = set()  # while it is incomplete: what the scan must not add
         self.forgets: Counter[str] = Counter()  # by fingerprint label
+        self._unremoved: dict[Name, int] = {}  # bytes on disk of what is in the index no more
+        self._said = ""
         self._forgetting: dict[str, asyncio.Future[None]] = {}
         self._leaving_aside: set[str] = set()
         self._removals: set[asyncio.Task[None]] = set()
@@ -92,29 +106,65 @@ class Held:
             self._drop(old)
         self.index.add(*name, size, value, uses=1 if old is None else old.uses)
         self.room.written()
+        self._gone(name)
 
     def vanished(self, entry: Entry) -> None:
         """Its file is gone without us: a scrub set it aside, or somebody deleted it."""
         name = (entry.space.label, entry.key)
         if entry.present and not self.turns.busy(name):
             self._drop(entry)
-            self._spawn(self._removals, self._recount(lambda place: None, 0))
+            self._spawn(self._removals, self.count_quarantine())
 
     async def delete(self, name: Name, *, broken: bool) -> None:
         """Out of the index at once, then off the disk or into quarantine."""
         async with self.changing(name):
             entry = self.index.find(*name)
-            size_bytes = 0 if entry is None else entry.disk_bytes
             if entry is not None:
                 self.index.drop(entry)
+                self._unremoved[name] = entry.disk_bytes
             if not self.complete.is_set():
                 self.changed.add(name)
-            path = fs_scan.object_path(*name)
             if broken:
-                await self._recount(partial(set_aside, name=path), size_bytes)
-            else:
+                await self._set_aside(name)
+                return
+            path = fs_scan.object_path(*name)
+            try:
                 await self.pools.writers.run(partial(remove, self.place, path))
-                self.room.freed(size_bytes)
+            except OneFile:
+                await self._set_aside(name)
+            else:
+                self._gone(name)
+
+    async def clear_way(self, name: Name) -> bool:
+        """Something that is no object stands where this one belongs; whether it could be moved."""
+        path = fs_scan.object_path(*name)
+        try:
+            await self._recount(partial(clear_way, name=path))
+        except OneFile as error:
+            self.failed("store", error)
+            return False
+        old = self.index.find(*name)
+        if old is not None:
+            self._drop(old)
+        self._gone(name)
+        fields = {"place": str(self.place.root), "path": path}
+        self.log.warning("l2_moved_out_of_the_way", extra={"fields": fields})
+        return True
+
+    async def _set_aside(self, name: Name) -> bool:
+        """Into quarantine; False when this one cannot be moved: its bytes count on."""
+        path = fs_scan.object_path(*name)
+        try:
+            await self._recount(partial(set_aside, name=path))
+        except OneFile as error:
+            self.failed("set aside", error)
+            return False
+        self._gone(name)
+        return True
+
+    def _gone(self, name: Name) -> None:
+        """What was under the name before is off the disk, or counted in quarantine."""
+        self.room.freed(self._unremoved.pop(name, 0))
 
     def _drop(self, entry: Entry) -> None:
         self.index.drop(entry)
@@ -153,6 +203,8 @@ class Held:
             await self.pools.writers.run(
                 partial(remove, self.place, fs_scan.object_path(entry.space.label, entry.key))
             )
+        except OneFile:
+            await self._evict_aside(name, entry.disk_bytes)
         except (OSError, BackendError) as error:
             self.failed("evict", error)
             # As if used now: one file that cannot be removed must not fail every store.
@@ -164,9 +216,23 @@ class Held:
         finally:
             self.turns.leave(name)
 
+    async def _evict_aside(self, name: Name, size_bytes: int) -> None:
+        """It cannot be unlinked, as a directory cannot; nobody waits for this one alone."""
+        self._unremoved[name] = size_bytes
+        try:
+            is_gone = await self._set_aside(name)
+        except (OSError, BackendError) as error:
+            self.room.stuck(size_bytes, error)
+            raise
+        self.evicted += is_gone
+        self.room.stayed(size_bytes)  # its bytes were freed with its name, if it went
+
     async def _remove_aside(self, aside: str, size_bytes: int) -> None:
         try:
-            await self.pools.writers.run(partial(remove, self.place, aside))
+            await self.pools.writers.run(partial(remove_aside, self.place, aside))
+        except OneFile as error:
+            self.failed("evict", error)
+            self.room.stayed(size_bytes)  # counted, and not tried again
         except (OSError, BackendError) as error:
             self.failed("evict", error)
             self.room.stuck(size_bytes, error)  # counted, and not tried again
@@ -178,23 +244,25 @@ class Held:
 
     async def count_quarantine(self) -> None:
         """Take what is on disk into account."""
-        await self._recount(lambda place: None, 0)
+        await self._recount(lambda place: None)
 
-    async def _recount(self, before: Callable[[Place], None], freed_bytes: int) -> None:
-        """Do `before` and list the quarantine; `freed_bytes` are no object's any more."""
+    async def _recount(self, before: Callable[[Place], None]) -> None:
+        """Do `before` and list the quarantine."""
 
-        def work() -> list[tuple[str, int]]:
+        def work() -> Aside:
             before(self.place)
             return list_quarantine(self.place)
 
         await self.turns.take(_ASIDE)
         try:
-            listed = dict(await self.pools.writers.run(work))
+            aside = await self.pools.writers.run(work)
+            self.quarantine_foreign = aside.foreign
+            listed = dict(aside.ours)
             for name in self._leaving_aside:
                 listed.pop(name, None)
             change = sum(listed.values()) - sum(self.quarantine.values())
             self.quarantine = listed
-            self.room.freed(freed_bytes - change)
+            self.room.freed(-change)  # who waits for room may have it now
         finally:
             self.turns.leave(_ASIDE)
 
@@ -255,10 +323,14 @@ class Held:
     # ---- its end
 
     def failed(self, what: str, error: Exception) -> None:
-        """Work that nobody waits for went wrong."""
-        self.last_error = f"{what}: {error}"
-        fields = {"place": str(self.place.root), "what": what, "error": str(error)}
-        self.log.warning("l2_background_failed", extra={"fields": fields})
+        """Work that nobody waits for went wrong. The same again is not said again."""
+        is_read_only = isinstance(error, OSError) and error.errno == errno.EROFS
+        text = os.strerror(errno.EROFS) if is_read_only else str(error)
+        self.last_error = f"{what}: {text}"
+        if self._said != self.last_error:
+            self._said = self.last_error
+            fields = {"place": str(self.place.root), "what": what, "error": text}
+            self.log.warning("l2_background_failed", extra={"fields": fields})
 
     async def close(self) -> None:
         """Stop what runs in the background; the pools are closed."""

@@ -1,19 +1,21 @@
-"""The directory of the `fs` backend: taken with a lock, known by its identity, never mixed up.
+"""The directory of the `fs` backend as it is open: its descriptors, its locks, its own directories.
 
     <root>/kvkeep.json     who this directory is, and its capacity
     <root>/lock            held by the one server that writes here
     <root>/<label>/<2 hex digits>/<stem>.kv
     <root>/tmp, quarantine, trash-*
 
-All work goes through an open descriptor of the root. When the root's path no longer leads to it (a
-disk that was unmounted), that is an error: nothing is ever created in its stead.
+All work goes through an open descriptor of the root, and through real directories below it: no
+symlink is ever followed. When the root's path no longer leads to what was opened (a disk that was
+unmounted), that is an error: nothing is ever created in its stead.
 """
 
 import contextlib
 import errno
 import fcntl
 import os
-import secrets
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -26,11 +28,14 @@ TMP = "tmp"
 QUARANTINE = "quarantine"
 TRASH = "trash-"
 SUFFIX = ".kv"
-FREE_SHARE = 0.8  # of what is free at the first start
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
-_MAX_IDENTITY_BYTES = 4_096
-_NO_WRITING = (errno.EROFS, errno.EACCES, errno.EPERM)
+NO_WRITING = (errno.EROFS, errno.EACCES, errno.EPERM)
+NO_DIRECTORY = (errno.ENOTDIR, errno.ELOOP)
+_NO_LOCKS = (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+_THROUGH = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW
+_TO_LIST = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_MAX_LOCK_BYTES = 256
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -42,15 +47,15 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 class Place:
-    """An open, locked root. The descriptors close when the last thread is done with it."""
+    """An open root. The descriptors close when the last thread is done with it."""
 
     def __init__(self, root: Path, fd: int) -> None:
         self.root = root
         self.fd = fd
         self._lock_fd: int | None = None
-        stat = os.fstat(fd)
-        self.device = stat.st_dev
-        self._inode = stat.st_ino
+        found = os.fstat(fd)
+        self.device = found.st_dev
+        self.inode = found.st_ino
         self.identity: Identity | None = None
         self.read_only = False
         self.released = False
@@ -63,134 +68,140 @@ class Place:
     def check(self) -> None:
         """Raise BackendError when the root's path leads elsewhere, or nowhere."""
         try:
-            stat = os.stat(self.root)
+            found = os.stat(self.root)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise gone(self.root) from error
-        if (stat.st_dev, stat.st_ino) != (self.device, self._inode):
-            raise BackendError(
-                f"{self.root} is not the directory that was opened: is its disk still mounted?"
-            )
+        if (found.st_dev, found.st_ino) != (self.device, self.inode):
+            raise another(self.root)
         if self.released:
             raise BackendError(f"{self.root} is closed")
 
-    def lock(self) -> None:
-        """Take the lock for as long as this process lives, or find that nothing can be written."""
+    def lock_directory(self) -> None:
+        """Take the root itself, which nobody can remove as they can a file in it.
+
+        Where a file system has no such locks, the lock file alone must do.
+        """
         try:
-            self._lock_fd = os.open(
-                LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, FILE_MODE, dir_fd=self.fd
-            )
+            self._flock(self.fd)
         except OSError as error:
-            if error.errno not in _NO_WRITING:
+            if error.errno not in _NO_LOCKS:
+                raise
+
+    def lock_file(self) -> None:
+        """Take the lock file for as long as this process lives, or find that nothing is written."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            self._lock_fd = os.open(LOCK, flags, FILE_MODE, dir_fd=self.fd)
+        except OSError as error:
+            if error.errno not in NO_WRITING:
                 raise
             self.read_only = True
             return
-        try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(self._lock_fd, 32, 0).decode("ascii", "replace").strip()
-            raise BackendError(
-                f"{self.root} is in use by another server (pid {holder or 'unknown'}): "
-                "give each server a directory of its own"
-            ) from error
+        if not stat.S_ISREG(os.fstat(self._lock_fd).st_mode):
+            raise BackendError(f"{self.root}/{LOCK} is not a regular file: remove it")
+        self._flock(self._lock_fd)
         os.ftruncate(self._lock_fd, 0)
-        os.pwrite(self._lock_fd, b"%d\n" % os.getpid(), 0)
+        os.pwrite(self._lock_fd, f"{os.getpid()}\n{_process()}\n".encode(), 0)
 
     def release(self) -> None:
-        """Give up the lock, also when a stuck thread still has the root open."""
+        """Give up the locks, also when a stuck thread still has the root open."""
         self.released = True
-        if self._lock_fd is not None:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+        for fd in (self.fd, self._lock_fd):
+            if fd is not None:
+                with contextlib.suppress(OSError):
+                    fcntl.flock(fd, fcntl.LOCK_UN)
+
+    def _flock(self, fd: int) -> None:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise self._in_use() from error
+
+    def _in_use(self) -> BackendError:
+        text = ""
+        with contextlib.suppress(OSError):
+            fd = os.open(LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self.fd)
+            with open(fd, "rb") as file:
+                text = file.read(_MAX_LOCK_BYTES).decode("ascii", "replace")
+        pid, _, process = text.strip().partition("\n")
+        if pid == str(os.getpid()) and process == _process():
+            return BackendError(
+                f"two backends of this server use {self.root}: give each a directory of its own"
+            )
+        return BackendError(
+            f"{self.root} is in use by another server (pid {pid or 'unknown'}): "
+            "give each server a directory of its own"
+        )
 
 
 def gone(root: Path) -> BackendError:
     """The root is not there."""
     return BackendError(
-        f"{root} has vanished: mount its disk again, or create the directory; "
-        "kvkeep takes it back by itself"
+        f"{root} has vanished: mount its disk again, and kvkeep takes it back by itself; "
+        "or restart the server to begin a new one"
     )
 
 
-def open_place(root: Path, *, capacity_bytes: int | None, before: Place | None = None) -> Place:
-    """Open and lock the root; `before` is the same root as it was when it vanished.
+def another(root: Path) -> BackendError:
+    """The root's path leads to something else."""
+    return BackendError(
+        f"{root} is another directory than the one that was opened: mount its disk again, "
+        "or restart the server to use this one"
+    )
 
-    Makes the root and what belongs in it, but only where none was `before`: a directory on
-    another device that does not know our identity is a mount point without its disk.
+
+@contextlib.contextmanager
+def directory(fd: int, path: str, *, make: bool = False, to_list: bool = False) -> Iterator[int]:
+    """A descriptor of a directory below another one; each part of the path is a real directory.
+
+    Raises FileNotFoundError, or an OSError of NO_DIRECTORY where something else is in the way.
     """
+    opened: list[int] = []
     try:
-        if before is None:
-            _make(root)
-        place = Place(root, os.open(root, os.O_RDONLY | os.O_DIRECTORY))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise gone(root) if before is not None else _no_parent(root) from error
-    known = before.identity if before is not None else None
-    identity = _read_identity(place)
-    if before is not None and known is not None and (identity is None or identity.id != known.id):
-        empty = not os.listdir(place.fd)
-        if place.device != before.device or not empty:
-            raise BackendError(
-                f"{root} is another directory than the one that was opened: mount its disk again, "
-                "or restart the server to use this one"
-            )
-    place.lock()
-    identity = identity or known or Identity(secrets.token_hex(8), _default_capacity(place))
-    if capacity_bytes is not None:
-        identity = msgspec.structs.replace(identity, capacity_bytes=capacity_bytes)
-    place.identity = identity
-    if not place.read_only:
-        _prepare(place, identity)
-    return place
+        for part in path.split("/") if path else ():
+            fd = _step(fd, part, _TO_LIST if to_list else _THROUGH, make=make)
+            opened.append(fd)
+        yield fd
+    finally:
+        for one in opened:
+            os.close(one)
 
 
-def make_directory(place: Place, name: str) -> None:
-    """One directory below the root; one that is there is fine."""
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(name, DIRECTORY_MODE, dir_fd=place.fd)
-
-
-def _prepare(place: Place, identity: Identity) -> None:
+@contextlib.contextmanager
+def own_directory(
+    place: Place, name: str, *, make: bool = False, to_list: bool = False
+) -> Iterator[int]:
+    """`tmp` or `quarantine`. Raises BackendError when that is something else."""
     try:
-        for name in (TMP, QUARANTINE):
-            make_directory(place, name)
-        if _read_identity(place) != identity:
-            temporary = f"{TMP}/{secrets.token_hex(8)}"
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-            with open(os.open(temporary, flags, FILE_MODE, dir_fd=place.fd), "wb") as file:
-                file.write(msgspec.json.encode(identity))
-            os.rename(temporary, IDENTITY, src_dir_fd=place.fd, dst_dir_fd=place.fd)
+        fd = _step(place.fd, name, _TO_LIST if to_list else _THROUGH, make=make)
     except OSError as error:
-        if error.errno not in _NO_WRITING:
+        if error.errno not in NO_DIRECTORY:
             raise
-        place.read_only = True
-
-
-def _make(root: Path) -> None:
-    if not root.is_dir():
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(root, DIRECTORY_MODE)
-
-
-def _no_parent(root: Path) -> BackendError:
-    if root.exists():
-        return BackendError(f"{root} is not a directory: name one, or remove the file")
-    return BackendError(f"{root} cannot be made: create {root.parent} first, or name another place")
-
-
-def _read_identity(place: Place) -> Identity | None:
-    try:
-        fd = os.open(IDENTITY, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=place.fd)
-    except FileNotFoundError:
-        return None
-    with open(fd, "rb") as file:
-        text = file.read(_MAX_IDENTITY_BYTES)
-    try:
-        return msgspec.json.decode(text, type=Identity)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise BackendError(
-            f"{place.root}/{IDENTITY} cannot be read ({error}): remove it, "
-            "or name another directory"
+            f"{place.root}/{name} is a link or a file, and must be a directory: "
+            "move it away; kvkeep makes its own"
         ) from error
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
-def _default_capacity(place: Place) -> int:
-    stat = os.fstatvfs(place.fd)
-    return int(FREE_SHARE * stat.f_bavail * stat.f_frsize)
+def _step(fd: int, name: str, flags: int, *, make: bool) -> int:
+    try:
+        return os.open(name, flags, dir_fd=fd)
+    except FileNotFoundError:
+        if not make:
+            raise
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, DIRECTORY_MODE, dir_fd=fd)
+    return os.open(name, flags, dir_fd=fd)
+
+
+def _process() -> str:
+    """What tells equal pids of two containers, or of two machines, apart."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return "unknown"

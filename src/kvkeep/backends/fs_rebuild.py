@@ -17,6 +17,7 @@ from kvkeep.errors import BackendError
 
 AGAIN_S = 5.0
 AHEAD = 4  # slices
+SAY_AGAIN_S = 1.0
 _TENTHS = 10
 _SHRINK_BYTES = 64 << 20
 
@@ -38,12 +39,15 @@ async def rebuild(held: Held) -> None:
 
 async def _one_pass(held: Held, walk: "_Walk") -> None:
     place, chores = held.place, held.pools.chores
+    foreign = 0
     if not place.read_only:
-        await chores.run(partial(fs_scan.clear_temporaries, place))
+        foreign += await chores.run(partial(fs_scan.clear_temporaries, place))
     await chores.run(walk.run)
     await held.count_quarantine()
     if not place.read_only:
         await held.empty_trash(await chores.run(partial(fs_scan.trash_names, place)), 0)
+        foreign += len(await chores.run(partial(fs_scan.trash_names, place)))
+    held.foreign += foreign + held.quarantine_foreign
     await held.deletions()
     await _shrink(held)
     held.changed.clear()
@@ -80,6 +84,7 @@ class _Walk:
         self._ahead = threading.Semaphore(AHEAD)
         self._stopped = False
         self._tenth = 0
+        self._said_s = self._loop.time()
 
     def stop(self) -> None:
         """From the loop: the thread ends before its next slice."""
@@ -121,7 +126,9 @@ class _Walk:
             self._say(share)
 
     def _say(self, share: float) -> None:
-        if int(share * _TENTHS) > self._tenth:
+        now_s = self._loop.time()
+        if int(share * _TENTHS) > self._tenth and now_s - self._said_s >= SAY_AGAIN_S:
+            self._said_s = now_s
             self._tenth = int(share * _TENTHS)
             fields = {
                 "place": str(self._held.place.root),

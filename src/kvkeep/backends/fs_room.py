@@ -69,6 +69,11 @@ class Room:
         self._leaving_bytes -= size_bytes
         self.freed(size_bytes)
 
+    def stayed(self, size_bytes: int) -> None:
+        """What was leaving cannot be removed, and counts on; something else may go instead."""
+        self._leaving_bytes -= size_bytes
+        self.settle()
+
     def stuck(self, size_bytes: int, error: Exception) -> None:
         """What was leaving could not be removed: those who wait for it hear why."""
         self._leaving_bytes -= size_bytes

@@ -5,6 +5,7 @@ URL and asks it for the options it knows. What nobody asked for is a typing erro
 alone the wrappers are put around a backend, always in the same order.
 """
 
+import posixpath
 import re
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ BUILT_IN = {"fs": "kvkeep.backends.fs:from_url"}
 T = TypeVar("T")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _BETWEEN = re.compile(r"[\s,]+")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 _FLAGS = dict.fromkeys(("1", "on", "true", "yes"), True) | dict.fromkeys(
     ("0", "off", "false", "no"), False
 )
@@ -51,6 +53,12 @@ class BackendUrl:
             raise self.problem(
                 f"{self.name!r} is not a name; use letters, digits, '_', '-' and '.', at most 64"
             )
+
+    @property
+    def place(self) -> object:
+        """Equal for two URLs that mean the same place, as far as spelling shows it."""
+        path = posixpath.normpath(f"/{self.path.strip('/')}")
+        return self.scheme, self.host, self.port, self.user, path
 
     def text(self, option: str, default: str = "") -> str:
         """The option as it stands."""
@@ -128,12 +136,23 @@ def stores(
 
 def parse(text: str) -> list[BackendUrl]:
     """The URLs of a list, each with a name of its own. Raises ConfigError."""
-    urls = [BackendUrl(part) for part in _BETWEEN.split(text) if part]
-    seen: set[str] = set()
+    parts = [part for part in _BETWEEN.split(text) if part]
+    for part in parts[1:]:
+        if not _SCHEME.match(part):
+            raise ConfigError(
+                f"L2 URL {_unsecret(part)} has no scheme; a space or a comma separates URLs: "
+                "inside of one write %20 or %2C"
+            )
+    urls = [BackendUrl(part) for part in parts]
+    names: set[str] = set()
+    places: dict[object, BackendUrl] = {}
     for url in urls:
-        if url.name in seen:
+        other = places.setdefault(url.place, url)
+        if other is not url:
+            raise url.problem(f"it is the same place as {other.public}; leave one of them out")
+        if url.name in names:
             raise url.problem(f"two have the name {url.name}; give one another, as in ?name=disk2")
-        seen.add(url.name)
+        names.add(url.name)
     return urls
 
 
@@ -155,7 +174,7 @@ def compose(
 ) -> Store:
     """The backend with deadlines, breaker, counts and checks around it, ready for the server."""
     guard = Guarded(raw, settings=settings, log=log)
-    return Store(Measured(guard), guard=guard, offload=offload, wall=wall)
+    return Store(Measured(guard), guard=guard, offload=offload, wall=wall, log=log)
 
 
 def _factory(url: BackendUrl) -> Callable[[BackendUrl], Any]:
@@ -180,13 +199,21 @@ def _split(text: str) -> SplitResult:
         _ = parts.port  # read here, since it raises when it is no number
     except ValueError as error:
         raise ConfigError(f"L2 URL {_unsecret(text)}: {error}; correct it") from None
-    if not parts.scheme or "://" not in text:
+    if not parts.scheme:
         raise ConfigError(
             f"L2 URL {_unsecret(text)} has no scheme; write it as in fs:///var/lib/kvkeep"
+        )
+    if "://" not in text:
+        rest = text[len(parts.scheme) + 1 :]
+        better = f"{parts.scheme}://{rest}" if rest.startswith("/") else "fs:///var/lib/kvkeep"
+        as_in = "" if rest.startswith("/") else "it as in "
+        raise ConfigError(
+            f"L2 URL {_unsecret(text)} lacks '//' after its scheme; "
+            f"write {as_in}{_unsecret(better)}"
         )
     return parts
 
 
 def _unsecret(text: str) -> str:
     """The text without what may be a user and a password."""
-    return re.sub(r"//[^/?#]*@", "//", text)
+    return re.sub(r"(//|:)[^/?#]*@", r"\1", text)

@@ -48,8 +48,11 @@ def serve(
         str | None, typer.Option(help="Host memory for KV: 25% (of the limit) or 2GiB.")
     ] = None,
     l2: Annotated[
-        str | None,
-        typer.Option(help="External storage: URLs such as fs:///var/lib/kvkeep?capacity=100GiB."),
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="External storage, such as fs:///var/lib/kvkeep?capacity=100GiB; may be repeated.",
+        ),
     ] = None,
     numa: Annotated[str | None, typer.Option(help="NUMA nodes for it, such as 0-1.")] = None,
     hugepages: Annotated[str | None, typer.Option(help="off or 2MiB.")] = None,
@@ -71,7 +74,7 @@ def serve(
         "socket.path": socket,
         "socket.group": group,
         "l1.size": l1_size,
-        "l2.backends": l2,
+        "l2.backends": " ".join(l2) if l2 else None,
         "l1.numa": numa,
         "l1.hugepages": hugepages,
         "policy.eviction": eviction,
@@ -160,7 +163,7 @@ def wait_persisted(
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
-    """Wait until everything committed so far is in L2 (or lost to it)."""
+    """Wait until all that L1 holds is in L2; exit status 1 if that takes longer or cannot be."""
     from kvkeep.cli.operator import ask
     from kvkeep.cli.show import show_persisted
 

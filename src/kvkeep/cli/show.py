@@ -17,6 +17,11 @@ from kvkeep.types import printable
 
 PIPE_COLUMNS = 200
 _COLOURS = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "red"}
+_LOST = {
+    "failed": "failed",
+    "overflow": "dropped from a full queue",
+    "lost": "evicted from L1 before",
+}
 _L1_ROWS = (
     ("capacity", "configured"),
     ("populated", "backed by memory now"),
@@ -51,15 +56,20 @@ def show_status(status: dict[str, Any]) -> None:
 
 def show_persisted(answer: dict[str, Any]) -> None:
     """Whether L2 has everything now."""
-    if answer["done"]:
-        text = "everything that was committed is in L2"
-    else:
-        waiting = format_bytes(answer["queued_bytes"])
-        text = f"not yet: {waiting} wait and {answer['running']} chunks are being written"
-    lost = {name: answer[f"persist_{name}"] for name in ("overflow", "lost", "failed")}
-    if any(lost.values()):
-        text += "; since the start " + ", ".join(f"{n} chunks {why}" for why, n in lost.items())
-    _print(_text(text))
+    queued_bytes, running = answer["queued_bytes"], answer["running"]
+    missing = answer.get("missing_chunks", 0)  # older servers do not say
+    parts = []
+    if queued_bytes or running:
+        verb = "is" if running == 1 else "are"
+        waiting = format_bytes(queued_bytes)
+        parts.append(f"not yet: {waiting} wait and {_count(running)} {verb} being written")
+    if missing:
+        parts.append(f"not in L2: {_count(missing)}")
+    if not parts:
+        parts.append("all that L1 holds is in L2" if answer["done"] else "not yet")
+    lost = [f"{n} {why}" for name, why in _LOST.items() if (n := answer[f"persist_{name}"])]
+    since = f" (since the start: {', '.join(lost)})" if lost else ""
+    _print(_text("; ".join(parts) + since))
 
 
 def _stores(stores: Sequence[dict[str, Any]]) -> Table:
@@ -138,12 +148,12 @@ def show_explanation(answer: dict[str, Any]) -> None:
         _row(table, "computed", str(answer["computed_tokens"]))
     _print(table)
     if answer["saved_ms"] is not None:
-        _print(_text(f"saved about {answer['saved_ms']:.0f} ms"))
+        _print(_text(f"saved about {_ms(answer['saved_ms'], 0)} ms"))
     if answer["chunks"]:
         _print(_chunks(answer["chunks"], unneeded=_is_unneeded(answer)))
     table = _table("ms>", "event")
     for item in answer["timeline"]:
-        _row(table, f"{item['t_ms']:.1f}", item["event"])
+        _row(table, _ms(item["t_ms"]), item["event"])
     _print(table)
 
 
@@ -326,6 +336,15 @@ def _print(what: Table | Text) -> None:
     # In a pipe there is no width: lines that wrap at 80 would break what people grep for.
     width = None if sys.stdout.isatty() else PIPE_COLUMNS
     Console(highlight=False, width=width).print(what)
+
+
+def _count(chunks: int) -> str:
+    return f"{chunks} chunk" + ("" if chunks == 1 else "s")
+
+
+def _ms(value: float, digits: int = 1) -> str:
+    """Clocks of two threads differ a little: what rounds to zero has no sign."""
+    return f"{round(value, digits) + 0.0:.{digits}f}"
 
 
 def _numbers(values: Sequence[int]) -> str:

@@ -2,7 +2,8 @@
 
 Takes no lock and needs no server: it can run beside one. Each file is compared with its own name
 and place, its own header and its checksum. An object that leaves while the scrub looks at it is
-no error. With `quarantine`, broken ones are set aside; a running server notices by itself.
+no error. With `quarantine`, broken ones are set aside; a running server notices by itself. One that
+cannot be set aside ends nothing: the report names it.
 """
 
 import mmap
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from kvkeep.backends import registry
 from kvkeep.backends.base import ABSENT, HEADER_BYTES, PAGE_BYTES
 from kvkeep.backends.fs_files import Direct, Files, set_aside
 from kvkeep.backends.fs_place import IDENTITY, Place
@@ -41,6 +43,7 @@ class Report:
     objects: int = 0
     bytes: int = 0
     broken: list[dict[str, str]] = field(default_factory=list)
+    not_moved: list[dict[str, str]] = field(default_factory=list)  # though it should have been
     foreign_files: int = 0
     seconds: float = 0.0
 
@@ -51,6 +54,7 @@ class Report:
             "objects": self.objects,
             "bytes": self.bytes,
             "broken": self.broken,
+            "not_moved": self.not_moved,
             "foreign_files": self.foreign_files,
             "seconds": round(self.seconds, 3),
         }
@@ -72,10 +76,7 @@ def scrub(url_text: str, *, quarantine: bool, say: Say) -> Report:
 
     `quarantine` moves what is broken aside.
     """
-    is_url = "://" in url_text
-    url = BackendUrl(url_text if is_url else f"fs://{quote(str(Path(url_text).absolute()))}")
-    if url.scheme != "fs":
-        raise BackendError(f"{url.public}: only fs can be verified; name an fs:// URL")
+    url = _url(url_text)
     place = _opened(Path(url.path))
     started = time.monotonic()
     report = Report(url.name)
@@ -85,6 +86,16 @@ def scrub(url_text: str, *, quarantine: bool, say: Say) -> Report:
         raise BackendError(f"{place.root} cannot be read to its end: {error}") from error
     report.seconds = time.monotonic() - started
     return report
+
+
+def _url(text: str) -> BackendUrl:
+    if not text.strip():
+        raise BackendError("no place is named: give the directory of an L2, or its fs:// URL")
+    url = BackendUrl(text if "://" in text else f"fs://{quote(str(Path(text).absolute()))}")
+    if url.scheme != "fs":
+        raise BackendError(f"{url.public}: only fs can be verified; name an fs:// URL")
+    registry.backend(url)  # refuses what a server refuses, such as a relative path
+    return url
 
 
 def _show(report: Report) -> None:
@@ -97,15 +108,17 @@ def _show(report: Report) -> None:
 
     # In a pipe there is no width: lines that wrap would break what people grep for.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
-    if report.broken:
-        table = Table("broken", "why", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-        for row in report.broken:
+    for head, rows in (("broken", report.broken), ("not moved", report.not_moved)):
+        table = Table(head, "why", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        for row in rows:
             table.add_row(Text(row["path"], overflow="fold"), Text(row["why"], style="red"))
-        console.print(table)
+        if rows:
+            console.print(table)
     foreign = f", {report.foreign_files} foreign files" if report.foreign_files else ""
+    left = f", {len(report.not_moved)} could not be moved" if report.not_moved else ""
     console.print(
         f"{report.objects} objects, {format_bytes(report.bytes)} read in {report.seconds:.1f} s: "
-        f"{len(report.broken)} broken{foreign}"
+        f"{len(report.broken)} broken{left}{foreign}"
     )
 
 
@@ -140,7 +153,16 @@ def _scrub(place: Place, report: Report, *, quarantine: bool, say: Say) -> None:
                 path = object_path(label, found.key)
                 report.broken.append({"path": path, "why": why})
                 if quarantine:
-                    set_aside(place, path)
+                    _set_aside(place, report, path)
+
+
+def _set_aside(place: Place, report: Report, path: str) -> None:
+    try:
+        set_aside(place, path)
+    except OSError as error:
+        report.not_moved.append({"path": path, "why": error.strerror or str(error)})
+    except BackendError as error:
+        report.not_moved.append({"path": path, "why": str(error)})
 
 
 class _Scrubber:

@@ -72,7 +72,7 @@ class Stager:
                 self.finish(session, lease)
                 for slot in lease.slots:
                     self._d.slots.move(slot, SlotState.FREE)
-                gone = CommitOutcome.UNKNOWN_LEASE
+                gone = CommitOutcome.FORGOTTEN
                 outcome = gone if lease.doomed else CommitOutcome.ALREADY_RESIDENT
             else:
                 residents = self._d.residents

@@ -46,6 +46,7 @@ def serve(config: Config) -> None:
     capacity = resolve_l1_size(config.l1.size, memory_budget(), hugepages=config.l1.hugepages)
     _raise_descriptor_limit()
     log = EventLog(config.log.level, as_json=config.log.format == "json")
+    stores = registry.stores(config.l2.backends, settings=_guard(config.l2), log=log)
     endpoint = Endpoint(config.socket.path, config.socket.group)
     try:
         http_socket = http.bind(config.http) if config.http.enabled else None
@@ -56,7 +57,6 @@ def serve(config: Config) -> None:
         )
         slots = min(config.l1.max_objects, capacity // _SMALLEST_OBJECT_BYTES)
         table = GenerationTable(slots)
-        stores = registry.stores(config.l2.backends, settings=_guard(config.l2), log=log)
         io = Io(stores, arena.view, clock=time.monotonic, log=log)
         uvloop.run(Server(config, log, endpoint, (arena, table), io=io).run(http_socket))
     finally:

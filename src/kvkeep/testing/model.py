@@ -278,8 +278,10 @@ class Model:
         answers: list[tuple[CommitOutcome, ChunkHash]] = []
         for lease_id in event.leases:
             lease = is_open.pop(lease_id, None)
-            if lease is None or lease_id in self.l2.doomed_leases:
+            if lease is None:
                 answers.append((CommitOutcome.UNKNOWN_LEASE, ChunkHash(b"")))
+            elif lease_id in self.l2.doomed_leases:
+                answers.append((CommitOutcome.FORGOTTEN, ChunkHash(b"")))
             elif lease.hash in resident:
                 answers.append((CommitOutcome.ALREADY_RESIDENT, lease.hash))
             else:
