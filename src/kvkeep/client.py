@@ -208,11 +208,13 @@ class Client:
     def ask(self, make: Callable[[int], m.ClientMessage], timeout_s: float) -> m.ServerMessage:
         """For tools, not engines: send and wait. Raises ServerAway or ProtocolError."""
         call = self.call(make)
+        if call is None:
+            raise ServerAway(f"no connection to the server at {self.path}: {self.why}")
         deadline = time.monotonic() + timeout_s
-        while call is not None and not call.done and time.monotonic() < deadline:
+        while not call.done and time.monotonic() < deadline:
             self._poll(deadline - time.monotonic())
             self.pump()
-        if call is None or call.reply is None:
+        if call.reply is None:
             raise ServerAway(f"the server at {self.path} did not answer within {timeout_s} s")
         return call.reply
 

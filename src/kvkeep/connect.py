@@ -65,7 +65,11 @@ def say_hello(
         if isinstance(error, KVKeepError):
             raise
         why = _SLOW if isinstance(error, TimeoutError) else f"failed: {error}"
-        why = "ended the connection: it is stopping" if isinstance(error, ConnectionError) else why
+        why = (
+            "ended the connection: it is stopping, or has died"
+            if isinstance(error, ConnectionError)
+            else why
+        )
         raise SocketError(f"the server at {path} {why}") from error
     finally:
         for fd in own:

@@ -74,6 +74,19 @@ async def test_a_stopping_server_takes_operators_only() -> None:
 
 
 @virtual
+async def test_what_may_serve_later_is_no_hit_yet() -> None:
+    raw = FaultyBackend()
+    async with world(raw, session_reserve_fraction=0.05) as w:
+        engine, keys = await filled(w)
+        far = await w.ask(engine, m.Found, lambda n: m.Lookup(n, "r", b"".join(keys), near=False))
+        assert far.chunks > 0
+        assert far.lease == 0
+        assert w.service.counts().get("hit_chunks", 0) == 0
+        events = [event["event"] for event in w.service.timeline.explain("r")["timeline"]]
+        assert any("may serve" in event for event in events), events
+
+
+@virtual
 async def test_wait_persisted_wants_a_number() -> None:
     async with world(FaultyBackend()) as w:
         operator = w.join("op", Role.OPERATOR)

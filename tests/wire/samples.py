@@ -95,7 +95,7 @@ SAMPLES: tuple[tuple[Any, str], ...] = (
     ),
     (m.Drop(b"h"), "0900000092a464726f70c40168"),
     (m.Forget(6), "0900000092a6666f7267657406"),
-    (m.Note("r", "e"), "0a00000093a46e6f7465a172a165"),
+    (m.Note("r", "e", 7), "0b00000094a46e6f7465a172a16507"),
     (m.Ping(4, 0.5), "1000000093a470696e6704cb3fe0000000000000"),
     (m.Query(5, "explain", "r"), "1200000094a5717565727905a76578706c61696ea172"),
     (m.Bye(), "0500000091a3627965"),
@@ -155,6 +155,7 @@ SAMPLES: tuple[tuple[Any, str], ...] = (
 
 # As they were sent before L2: the fields that came later are missing at the end.
 OLD: tuple[tuple[Any, str], ...] = (
+    (m.Note("r", "e"), "0a00000093a46e6f7465a172a165"),
     (m.Forgotten(6, 4), "0d00000093a9666f72676f7474656e0604"),
     (
         m.Hello(

@@ -48,7 +48,11 @@ class Finder:
         length = self._usable(session, found)
         if length < len(hashes) and self._may_fetch(event):
             return self._d.fetcher.begin(event, session, hashes, now_s)
-        return self._local(session, Asked(event.request, hashes, event.near), found, now_s)
+        # Where L2 was not asked, nobody knows whether it has the chunk.
+        unasked = self._d.limits.backends > 0 and length < len(hashes)
+        unknown = Reason.L2_TIMEOUT if unasked else Reason.NEVER_STORED
+        asked = Asked(event.request, hashes, event.near, unknown=unknown)
+        return self._local(session, asked, found, now_s)
 
     def _may_fetch(self, event: ev.Lookup) -> bool:
         return event.fetch and event.wait_s != 0.0 and self._d.limits.backends > 0

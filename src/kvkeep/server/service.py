@@ -231,7 +231,9 @@ class Service:
             case m.Forget():
                 self._forget(client, message)
             case m.Note():
-                self._record(client, message.request).add(self._clock(), message.event)
+                record = self._record(client, message.request)
+                record.prompt_tokens = record.prompt_tokens or message.prompt_tokens
+                record.add(self._clock(), message.event)
             case m.Ping():
                 client.max_wait_ms = max(client.max_wait_ms, message.max_wait_ms)
                 client.link.send(m.Pong(message.seq))
@@ -291,6 +293,11 @@ class Service:
     def _record_hit(self, client: Client, request: str, hit: ev.Hit) -> None:
         reasons = bytes(hit.reasons)
         record = self._record(client, request)
+        if hit.chunks and not hit.lease:  # no hit yet: nothing is reserved
+            of = hit.chunks + len(reasons)
+            text = f"lookup: {hit.chunks} of {of} chunks may serve; asked again when it is its turn"
+            record.add(self._clock(), text)
+            return
         tiers = hit.tiers or bytes(hit.chunks)
         record.hit_chunks, record.reasons, record.tiers = hit.chunks, reasons, tiers
         record.chunk_tokens = client.hello.chunk_tokens

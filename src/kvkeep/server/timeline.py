@@ -180,7 +180,7 @@ _DETAIL = {
     Reason.NEVER_STORED: "no engine has stored this chunk in this epoch",
     Reason.EVICTED: "it was resident and left L1 to make room, or was cleared",
     Reason.L2_MISS: "no external storage has it",
-    Reason.L2_TIMEOUT: "external storage did not answer in time",
+    Reason.L2_TIMEOUT: "external storage did not answer in the time that the request had for it",
     Reason.L2_ERROR: "external storage failed",
     Reason.CORRUPT: "it failed to load or to verify and was dropped",
     Reason.LAYOUT_MISMATCH: "the key exists with another layout",

@@ -125,6 +125,7 @@ class Note(_Message, frozen=True, tag="note"):
 
     request: str
     event: str
+    prompt_tokens: int = 0
 
 
 class Ping(_Message, frozen=True, tag="ping"):

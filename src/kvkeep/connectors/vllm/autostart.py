@@ -10,7 +10,6 @@ import fcntl
 import logging
 import os
 import select
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,11 @@ import time
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from pathlib import Path
+
+from kvkeep.client import Client
+from kvkeep.errors import KVKeepError
+from kvkeep.types import Role
+from kvkeep.wire import messages as m
 
 START_LIMIT_S = 30.0
 _LOOK_S = 0.05
@@ -65,14 +69,15 @@ def ensure_server(path: str, flags: Sequence[str], limit_s: float = START_LIMIT_
 
 
 def answers(path: str) -> bool:
-    """Whether somebody accepts connections there."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(1.0)
-        try:
-            sock.connect(path)
-        except OSError:
-            return False
-        return True
+    """Whether a server admits connections there; a socket that only accepts is not enough."""
+    hello = m.Hello(m.VERSIONS, "", Role.OPERATOR, wants_arena=False, client="kvkeep autostart")
+    client = Client(path, hello)
+    try:
+        client.connect()
+    except (KVKeepError, OSError):
+        return False
+    client.close()
+    return True
 
 
 @contextlib.contextmanager

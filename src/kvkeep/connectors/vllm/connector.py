@@ -290,7 +290,13 @@ class KVKeepConnector(KVConnectorBase_V1, SupportsHMA):
     def _client(
         self, hello: m.Hello, on_push: Callable[[m.ServerMessage], None] | None = None
     ) -> Client:
-        return Client(self.settings.socket, hello, on_push=on_push, log=_log.info)
+        role = Role(hello.role).name.lower()
+        return Client(
+            self.settings.socket,
+            hello,
+            on_push=on_push,
+            log=lambda text: _log.info("%s (%s)", text, role),
+        )
 
     def _guard(self, action: Callable[[], T], otherwise: T) -> T:
         """Run a hook; on any error log, count, and stay out of this engine from then on."""

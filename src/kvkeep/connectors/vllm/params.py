@@ -29,7 +29,7 @@ class Params:
 
 def parse(kv_transfer_params: object) -> Params:
     """Wishes of a request from its `kv_transfer_params` (vLLM: `v1/request.py`)."""
-    if not isinstance(kv_transfer_params, Mapping) or KEY not in kv_transfer_params:
+    if not isinstance(kv_transfer_params, Mapping) or kv_transfer_params.get(KEY) is None:
         return Params()
     wishes = kv_transfer_params[KEY]
     if not isinstance(wishes, Mapping):

@@ -73,9 +73,12 @@ class SchedulerSide:
         self.requests[request.request_id] = tracked
         if tracked.bypass:
             note = f"policy: {tracked.bypass}: neither looked up nor stored"
-            self.client.notify(m.Note(tracked.id, note))
+            self.client.notify(m.Note(tracked.id, note, request.num_prompt_tokens))
             if params.problem:
                 _log.warning("kvkeep: request %s: kv_transfer_params: %s", tracked.id, note)
+        elif params.no_lookup:
+            note = "no_lookup: not looked up, as the request says"
+            self.client.notify(m.Note(tracked.id, note, request.num_prompt_tokens))
         else:
             self.lookups.begin(tracked)
 

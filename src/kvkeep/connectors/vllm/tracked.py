@@ -56,7 +56,10 @@ class Tracked:
         loaded = self.loaded_tokens
         l2 = {t.removeprefix("l2:"): n for t, n in loaded.items() if t.startswith("l2:")}
         hits = {"device": self.device_tokens, "l1": loaded.get("l1", 0), "l2": l2}
-        return {"kvkeep": {"request_id": self.id, "hit_tokens": hits}}
+        told: dict[str, Any] = {"request_id": self.id, "hit_tokens": hits}
+        if self.params.problem is not None:
+            told["refused"] = self.params.problem
+        return {"kvkeep": told}
 
     def chain(self, root: ChunkHash, chunks: int, chunk_tokens: int) -> Sequence[ChunkHash]:
         """Hashes of the first `chunks` chunks; known tokens only. Starts over under a new root."""
