@@ -288,6 +288,7 @@ def test_only_names_of_our_form_are_deleted(
         (root / name).write_text("x")
     (root / f"trash-{NAME[1:]}f").symlink_to(root / trash)
     caplog.set_level("INFO", "kvkeep.server.fs")
+    caplog.clear()
     start(root)
     assert not any((root / name).exists() for name in ours)
     assert not (root / f"trash-{NAME[::-1]}").exists()
