@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from textwrap import indent
 
@@ -95,10 +96,11 @@ def name_of(path: Path) -> str:
     return ".".join(inside.with_suffix("").parts)
 
 
-def modules() -> list[Module]:
+@cache
+def modules() -> tuple[Module, ...]:
     folders = ("src", "tests", "scripts")
     files = [file for folder in folders for file in sorted((REPO / folder).rglob("*.py"))]
-    return [parsed(name_of(file), file.read_text()) for file in files]
+    return tuple([parsed(name_of(file), file.read_text()) for file in files])
 
 
 def text_files() -> Iterator[tuple[str, str]]:

@@ -94,6 +94,7 @@ def test_any_flipped_header_byte(tmp_path: Path, step: int) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_flips_anywhere_in_the_payload(tmp_path: Path) -> None:
     places = random.Random(1).sample(range(LENGTH), FLIPS_IN_PAYLOAD)
 
