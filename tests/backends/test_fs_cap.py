@@ -132,6 +132,7 @@ def _killed_child(root: Path, first: int, pause: random.Random) -> int:
     return last + 8
 
 
+@pytest.mark.slow
 def test_killed_at_any_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, pause = tmp_path / "l2", random.Random(4)
     monkeypatch.setenv("PYTHONPATH", ":".join(part for part in sys.path if part))

@@ -217,6 +217,7 @@ def test_forgetting_during_the_scan(tmp_path: Path, held: Held) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_closing_during_the_scan(tmp_path: Path, held: Held) -> None:
     held.go_on.set()
     asyncio.run(_store_five(tmp_path / "l2"))

@@ -125,6 +125,7 @@ def test_killed_clients_cost_nothing(tmp_path: Path, kills: int) -> None:
     assert health.slowest_s < HEALTHY_S
 
 
+@pytest.mark.slow
 def test_every_point_once(tmp_path: Path) -> None:
     """The everyday form: one death at each point of the work."""
     with (

@@ -50,6 +50,7 @@ def test_sixty_seeds_are_clean() -> None:
     assert copies["load_failed"] > 0
 
 
+@pytest.mark.slow
 def test_the_same_seeds_give_the_same_digest_in_any_process() -> None:
     code = "from kvkeep.testing import simulate; print(simulate.run(2, 5, 200)['digest'])"
     here = simulate.run(2, 5, 200)
