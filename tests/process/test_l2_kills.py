@@ -98,6 +98,7 @@ def test_a_server_killed_while_persisting_and_fetching(tmp_path: Path) -> None:
 
 
 @pytest.mark.prove
+@pytest.mark.timeout(900)
 def test_a_server_killed_two_hundred_times(tmp_path: Path) -> None:
     seen = kill_again_and_again(tmp_path, kills=200, seed=8)
     assert seen["after"], "nothing outlived the deaths"
