@@ -5,6 +5,7 @@ Numbers of enums go over the wire and into files: they are only ever added to.
 """
 
 import unicodedata
+from collections.abc import Iterable
 from enum import Enum, IntEnum
 from typing import NamedTuple, NewType
 
@@ -103,6 +104,11 @@ class IoOutcome(IntEnum):
     FULL = 6  # a put that the backend has no room for
     REFUSED = 7  # not tried: the backend's breaker is open, or it cannot take a put yet
     CANCELLED = 8  # given up before it began
+
+
+def worst_of(outcomes: Iterable[IoOutcome]) -> IoOutcome:
+    """OK when all are; else the first that is not: a chunk counts as one."""
+    return next((outcome for outcome in outcomes if outcome is not IoOutcome.OK), IoOutcome.OK)
 
 
 class StorePolicy(Enum):

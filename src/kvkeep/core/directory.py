@@ -86,7 +86,7 @@ class Directory:
         """Apply one event. A refused event changes nothing."""
         reply = self._apply(event, now_s)
         if self.fetcher.queued and not isinstance(event, ev.Probed | ev.Lookup):
-            self.fetcher.pump(now_s)  # something may have become free
+            self.fetcher.pump()  # something may have become free
         if not self.persister.idle:
             self.persister.pump(now_s)
         effects, self.effects = self.effects, []
@@ -154,6 +154,12 @@ class Directory:
             case ev.Drain():
                 self.persister.drain()
                 return ev.Done(1)
+
+    def chunks_to_reserve(self, session: Session) -> int:
+        """How many more chunks the session may reserve, what it waits for taken off."""
+        cap = int(self.limits.session_reserve_fraction * self.arena.populated_bytes)
+        promised = session.reserved_bytes + len(session.wanted) * session.chunk_bytes
+        return (cap - promised) // session.chunk_bytes
 
     # ---- readers
 

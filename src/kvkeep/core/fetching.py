@@ -105,7 +105,7 @@ class Fetcher:
         session.wanted.update(ticket.hashes[i] for i in ticket.queue)
         if ticket.queue:
             self.queued[ticket.id] = ticket
-            self.pump(now_s)
+            self.pump()
         if ticket.id in self.tickets and not self._finish_if_done(ticket):
             d.effects.append(ev.Alarm(ticket.id, ticket.deadline_s))
         return ev.Done(1)
@@ -115,17 +115,16 @@ class Fetcher:
         index = self._d.residents.index
         for position, chunk_hash in enumerate(ticket.hashes):
             if chunk_hash not in index:
-                told = dict(zip(ticket.asked, event.holders, strict=True))
-                return bool(told.get(position, 0)) or chunk_hash in self.flights.by_hash
+                told = zip(ticket.asked, event.holders, strict=True)
+                holders = next((held for asked, held in told if asked == position), 0)
+                return holders != 0 or chunk_hash in self.flights.by_hash
         return False
 
     def _keep_to_caps(self, ticket: Ticket, found: list[Chunk | None]) -> None:
         """Give up positions that this session may not reserve, and those no hit needs."""
         session = ticket.session
         reach = ticket.reachable()
-        cap = int(self._d.limits.session_reserve_fraction * self._d.arena.populated_bytes)
-        promised = session.reserved_bytes + len(session.wanted) * session.chunk_bytes
-        room = (cap - promised) // session.chunk_bytes
+        room = self._d.chunks_to_reserve(session)
         first = needed_from(session.all_rows, reach)
         for position in range(reach):
             chunk = found[position]
@@ -185,7 +184,7 @@ class Fetcher:
 
     # ---- fetches
 
-    def pump(self, now_s: float) -> None:
+    def pump(self) -> None:
         """Begin what is wanted and fits, oldest lookup first."""
         for ticket in list(self.queued.values()):
             room = self._begin_queued(ticket)
@@ -214,7 +213,7 @@ class Fetcher:
                 backend = self.flights.backend_for(holders, ticket.session.chunk_bytes)
                 if backend is None:
                     return True
-                if self.flights.start(ticket, position, backend) is None:
+                if not self.flights.start(ticket, position, backend):
                     return False
             if ticket.queue and ticket.queue[0] == position:
                 ticket.queue.popleft()
@@ -332,7 +331,8 @@ class Fetcher:
             for position in lost:
                 chunk = ticket.chunks.pop(position)
                 lease.chunks.remove(chunk)
-                self._unhold(session, chunk)
+                session.release(chunk)
+                d.persister.release(chunk)
             lease.chunks = [ticket.chunks[p] for p in sorted(ticket.chunks)]
             lease.ticket = NO_TICKET
             if not hit:
@@ -345,14 +345,6 @@ class Fetcher:
         prefix = [ticket.chunks.get(p) for p in range(hit)]
         tiers = bytes([ticket.tiers.get(p, 0) for p in range(hit)])
         self._answer(ticket, answer(d, lease, prefix, reasons, tiers))
-
-    def _unhold(self, session: Session, chunk: Chunk) -> None:
-        idle = False
-        for slot in chunk.rows:
-            idle |= self._d.slots.unhold(slot)
-        session.release(chunk)
-        if idle:
-            self._d.persister.settle(chunk)
 
     def _answer(self, ticket: Ticket, hit: ev.Hit) -> None:
         del self.tickets[ticket.id]

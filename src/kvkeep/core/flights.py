@@ -20,6 +20,7 @@ from kvkeep.types import (
     SlotId,
     SlotState,
     TransferId,
+    worst_of,
 )
 
 if TYPE_CHECKING:
@@ -90,13 +91,13 @@ class Flights:
                 return backend
         return None
 
-    def start(self, ticket: Ticket, position: int, backend: int) -> Fetching | None:
-        """Take extents and emit the fetch; None: there is no room now."""
+    def start(self, ticket: Ticket, position: int, backend: int) -> bool:
+        """Take extents and emit the fetch; False: there is no room now."""
         d, session = self._d, ticket.session
         size = session.chunk_bytes
         slots = d.stager.take([spec.object_bytes for spec in session.all_rows])
         if slots is None:
-            return None
+            return False
         self._last_id += 1
         fetch = Fetching(
             TransferId(self._last_id),
@@ -117,7 +118,7 @@ class Flights:
             ev.Fetch(fetch.id, backend, fetch.space, session.objects, fetch.hash, position, offsets)
         )
         d.counters["fetches"] += 1
-        return fetch
+        return True
 
     def late(self, transfer: TransferId) -> Fetching | None:
         """The deadline has passed and the I/O still runs."""
@@ -140,7 +141,7 @@ class Flights:
         d = self._d
         del self.by_hash[fetch.hash]
         self._count(fetch, -1)
-        worst = next((o for o in event.outcomes if o is not IoOutcome.OK), IoOutcome.OK)
+        worst = worst_of(event.outcomes)
         d.counters[f"fetched_{worst.name.lower()}"] += 1
         chunk = d.residents.index.get(fetch.hash)
         if worst is IoOutcome.OK and chunk is None and not fetch.doomed:

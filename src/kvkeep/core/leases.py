@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvkeep.core.common_prefix import common_prefix
 from kvkeep.core.events import ObjectRows
 from kvkeep.core.eviction import Chunk
 from kvkeep.types import (
@@ -121,3 +122,11 @@ class Session:
     def ready(self) -> bool:
         """Scheduler and every rank have said Hello."""
         return self.scheduler is not None and len(self.workers) == self.world
+
+
+def usable(session: Session, held: Sequence[bool]) -> int:
+    """The common prefix when every row holds the same chunks."""
+    if session.leading_run:
+        return held.index(False) if False in held else len(held)
+    rows = session.all_rows
+    return common_prefix(rows, [held] * len(rows), len(held))

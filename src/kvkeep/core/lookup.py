@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvkeep.core import events as ev
-from kvkeep.core.common_prefix import common_prefix
 from kvkeep.core.eviction import Chunk
-from kvkeep.core.leases import ReadLease, Session
+from kvkeep.core.leases import ReadLease, Session, usable
 from kvkeep.types import NO_LEASE, ChunkHash, LeaseId, Reason, SlotId
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class Finder:
         found = self._found(session, hashes)
         if found is None:
             return self._mismatch(hashes)
-        length = self._usable(session, found)
+        length = usable(session, [chunk is not None for chunk in found])
         if length < len(hashes) and self._may_fetch(event):
             return self._d.fetcher.begin(event, session, hashes, now_s)
         # Where L2 was not asked, nobody knows whether it has the chunk.
@@ -67,12 +66,12 @@ class Finder:
     def _local(
         self, session: Session, asked: "Asked", found: list[Chunk | None], now_s: float
     ) -> ev.Hit:
-        length = self._usable(session, found)
+        length = usable(session, [chunk is not None for chunk in found])
         fits = self._under_cap(session, found[:length])
         if fits < length and not asked.near:  # the answer stands, the reservation comes later
             return ev.Hit(NO_LEASE, length, (), self._reasons(asked, found, length, length))
         if fits < length:
-            fits = self._usable(session, found[:fits])
+            fits = usable(session, [chunk is not None for chunk in found[:fits]])
         reasons = self._reasons(asked, found, fits, length)
         if not fits:
             return ev.Hit(NO_LEASE, 0, (), reasons)
@@ -94,21 +93,9 @@ class Finder:
         self._d.counters["layout_mismatch"] += 1
         return ev.Hit(NO_LEASE, 0, (), (Reason.LAYOUT_MISMATCH,) * len(hashes))
 
-    def _usable(self, session: Session, found: list[Chunk | None]) -> int:
-        """The common prefix; a resident chunk has every row, so all rows hold the same chunks."""
-        if not session.leading_run:
-            held = [chunk is not None for chunk in found]
-            return common_prefix(session.all_rows, [held] * len(session.all_rows), len(found))
-        try:
-            return found.index(None)
-        except ValueError:
-            return len(found)
-
     def _under_cap(self, session: Session, prefix: list[Chunk | None]) -> int:
         """How many leading chunks the session may reserve; a hole costs nothing."""
-        cap = int(self._d.limits.session_reserve_fraction * self._d.arena.populated_bytes)
-        promised = session.reserved_bytes + len(session.wanted) * session.chunk_bytes
-        room = (cap - promised) // session.chunk_bytes
+        room = self._d.chunks_to_reserve(session)
         if room >= len(prefix):
             return len(prefix)
         for position, chunk in enumerate(prefix):
@@ -130,12 +117,12 @@ class Finder:
         return lease
 
     def _reasons(
-        self, asked: "Asked", found: list[Chunk | None], hit: int, usable: int
+        self, asked: "Asked", found: list[Chunk | None], hit: int, length: int
     ) -> tuple[Reason, ...]:
-        """Reasons of chunks from `hit` on; from `hit` to `usable` there was no room to reserve."""
-        reasons = [Reason.NO_ROOM] * (usable - hit)
+        """Reasons of chunks from `hit` on; from `hit` to `length` there was no room to reserve."""
+        reasons = [Reason.NO_ROOM] * (length - hit)
         why_absent = self._d.residents.why_absent
-        for position in range(usable, len(found)):
+        for position in range(length, len(found)):
             if found[position] is not None or position in asked.in_l2:
                 reason = Reason.BEHIND
             elif asked.down:

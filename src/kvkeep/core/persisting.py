@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvkeep.core import events as ev
 from kvkeep.core.eviction import Chunk
-from kvkeep.types import ChunkHash, IoOutcome, Namespace, StorePolicy, TransferId
+from kvkeep.types import ChunkHash, IoOutcome, Namespace, StorePolicy, TransferId, worst_of
 
 if TYPE_CHECKING:
     from kvkeep.core.directory import Directory
@@ -46,7 +46,6 @@ class Persister:
         self._paused_until_s = [0.0] * limits.backends
         self._running_to = [0] * limits.backends
         self._last_id = 0
-        self._draining = False
         self._again: list[ChunkHash] = []  # stored again while an older writing had to be undone
 
     # ---- what becomes a job
@@ -63,10 +62,8 @@ class Persister:
 
     def drain(self) -> None:
         """Everything L2 lacks is wanted there, whatever the policy: now, and without a bound."""
-        self._draining = True
         for chunk in self._d.residents.index.values():
-            self._enqueue(chunk, "", "")
-        self._draining = False
+            self._enqueue(chunk, "", "", bounded=False)
         self._paused_until_s = [0.0] * len(self.queues)
 
     def missing(self) -> int:
@@ -74,7 +71,7 @@ class Persister:
         index = self._d.residents.index
         return sum(not c.stored and not self._awaited(c.hash) for c in index.values())
 
-    def _enqueue(self, chunk: Chunk, session: str, request: str) -> None:
+    def _enqueue(self, chunk: Chunk, session: str, request: str, *, bounded: bool = True) -> None:
         for backend, queue in enumerate(self.queues):
             key = chunk.hash, backend
             if chunk.stored >> backend & 1 or key in self._waiting:
@@ -82,7 +79,7 @@ class Persister:
             self._waiting.add(key)
             queue.append(Job(chunk, backend, session, request))
             self.queued_bytes += chunk.size_bytes
-        while self.queued_bytes > self._d.limits.persist_queue_bytes and not self._draining:
+        while bounded and self.queued_bytes > self._d.limits.persist_queue_bytes:
             longest = max(self.queues, key=len)
             if len(longest) <= 1:
                 break
@@ -147,7 +144,7 @@ class Persister:
             return ev.Done(0)
         d, chunk = self._d, job.chunk
         self._running_to[job.backend] -= 1
-        worst = next((o for o in event.outcomes if o is not IoOutcome.OK), IoOutcome.OK)
+        worst = worst_of(event.outcomes)
         d.counters[f"persisted_{worst.name.lower()}"] += 1
         if job.doomed:
             worst = IoOutcome.CANCELLED
@@ -168,7 +165,7 @@ class Persister:
         else:
             self._waiting.discard((chunk.hash, job.backend))
             d.effects.append(ev.ChunkPersisted(job.session, job.request, job.backend, worst))
-        self._release(chunk)
+        self.release(chunk)
         return ev.Done(1)
 
     def _pause(self, backend: int, now_s: float) -> None:
@@ -187,7 +184,8 @@ class Persister:
         self._d.counters["persist_failed"] += 1
         return False
 
-    def _release(self, chunk: Chunk) -> None:
+    def release(self, chunk: Chunk) -> None:
+        """One reader of all its rows less."""
         idle = False
         for slot in chunk.rows:
             idle |= self._d.slots.unhold(slot)

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvkeep.core.common_prefix import common_prefix, need_at
+from kvkeep.core.common_prefix import need_at
 from kvkeep.core.eviction import Chunk
-from kvkeep.core.leases import ReadLease, Session
+from kvkeep.core.leases import ReadLease, Session, usable
 from kvkeep.types import ChunkHash, Reason, RowSpec, TicketId
 
 
@@ -57,14 +57,6 @@ class Ticket:
     def reached(self) -> int:
         """How long the hit is now."""
         return usable(self.session, [place is Place.HELD for place in self.places])
-
-
-def usable(session: Session, held: Sequence[bool]) -> int:
-    """The common prefix when every row holds the same chunks."""
-    if session.leading_run:
-        return held.index(False) if False in held else len(held)
-    rows = session.all_rows
-    return common_prefix(rows, [held] * len(rows), len(held))
 
 
 def needed_from(rows: Sequence[RowSpec], length: int) -> int:

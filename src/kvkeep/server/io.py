@@ -15,11 +15,11 @@ from kvkeep.backends.breaker import State
 from kvkeep.backends.checked import Store, Wanted
 from kvkeep.backends.guarded import Late
 from kvkeep.core import events as ev
+from kvkeep.core.directory import Directory
 from kvkeep.errors import BackendError
 from kvkeep.server.overview import Log
 from kvkeep.types import (
     HASH_BYTES,
-    ChunkHash,
     Fingerprint,
     IoOutcome,
     Namespace,
@@ -187,8 +187,9 @@ class Io:
         """Until a backend could, nothing of the layout is asked of it; tried until it works."""
         first = asyncio.ensure_future(self._forget_in(where, space))
         try:
-            done, _ = await asyncio.wait([first], timeout=FORGET_ANSWER_S)
-            self._forgotten(space, bool(done) and not first.result())
+            await asyncio.wait([first], timeout=FORGET_ANSWER_S)
+            # Another forget of it may be under way: then nobody is told that it is done.
+            self._forgotten(space, not any(w in self._unforgotten for w in where))
             left = await first
         finally:
             first.cancel()
@@ -273,9 +274,12 @@ class Io:
 
 def _keys(objects: ev.ObjectRows, hashes: bytes) -> list[ObjectKey]:
     """The object keys of packed chunk hashes, chunk by chunk, row by row."""
-    chunks = [ChunkHash(hashes[i : i + HASH_BYTES]) for i in range(0, len(hashes), HASH_BYTES)]
     world, rows = objects.world, objects.rows
-    return [ObjectKey(chunk, world, rank, group) for chunk in chunks for rank, group, _ in rows]
+    return [
+        ObjectKey(chunk, world, rank, group)
+        for chunk in Directory.split(hashes)
+        for rank, group, _ in rows
+    ]
 
 
 def _failed(effect: ev.Transfer) -> tuple[IoOutcome, ...]:

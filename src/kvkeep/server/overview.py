@@ -61,7 +61,7 @@ class Overview:
 
     def status(self) -> dict[str, Any]:
         """The answer of `kvkeep status --json`."""
-        d = self._d
+        d, stores = self._d, self._stores()
         sessions = d.sessions.values()
         return {
             "version": __version__,
@@ -80,15 +80,15 @@ class Overview:
             },
             "leases": sum(len(s.reads_open) + len(s.writes_open) for s in sessions),
             "sessions": [self._session(s.id) for s in sessions],
-            "l2": self._stores(),
+            "l2": stores,
             "transfers": self._transfers(),
-            "problems": self.what_is_wrong(),
+            "problems": self._what_is_wrong(stores),
         }
 
-    def what_is_wrong(self) -> list[str]:
+    def _what_is_wrong(self, stores: Sequence[dict[str, Any]]) -> list[str]:
         """One sentence for each problem; of L2 too."""
         found = sorted(self.problems.values())
-        for store in self._stores():
+        for store in stores:
             name = f"L2 {store['name']} ({printable(str(store['url']))})"
             stuck = f"; {store['stuck']} calls are stuck" if store["stuck"] else ""
             if store["state"] != "closed":
