@@ -4,7 +4,6 @@ The disk is a plug-in of its own (tests/process/plugin), found by its entry poin
 """
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from kvkeep.wire import messages as m
 PLUGIN = Path(__file__).parent / "plugin"
 SETTINGS = {
     "l1.session_staging_fraction": 1,
-    "l2.get_timeout_s": 0.5,
+    "l2.get_timeout_s": 5,
     "l2.lookup_wait_s": 20,
     "l2.breaker_open_s": 0.2,
 }
@@ -57,11 +56,11 @@ def test_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             assert hung is not None
             # Eight loads hang: the other backend and L1 answer as if nothing were.
             until(lambda: server.status()["transfers"]["fetches"] == CHAIN_CHUNKS)
-            started = time.monotonic()
             assert engine.load(GOOD) == (CHAIN_CHUNKS, 0)
             assert engine.load(RESIDENT) == (CHAIN_CHUNKS, 0)
-            took_s = time.monotonic() - started
-            assert not hung.done or took_s > SETTINGS["l2.get_timeout_s"]
+            assert not hung.done, (
+                "the others were held up until the deadline of the disk that hangs"
+            )
             until(lambda: readiness(server)["l2"][0]["stuck"] == CHAIN_CHUNKS)
             shown = readiness(server)
             assert shown["ready"]
