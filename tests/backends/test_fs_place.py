@@ -24,6 +24,8 @@ from tests.backends.fs_cases import (
     settings,
 )
 
+from kvkeep.backends import fs_files, fs_scan
+from kvkeep.backends.base import PAGE_BYTES
 from kvkeep.backends.fs import FsBackend
 from kvkeep.backends.fs_open import open_place
 from kvkeep.backends.fs_trouble import READ_ONLY_AGAIN_NS
@@ -173,6 +175,27 @@ def test_a_read_only_directory_is_read(tmp_path: Path, monkeypatch: pytest.Monke
                 assert not backend.usage().read_only
 
     asyncio.run(main())
+
+
+def test_a_probe_beside_the_scan_keeps_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scan clears what earlier runs left in `tmp`, at the very moment when a probe writes."""
+    place = open_place(tmp_path / "l2", capacity_bytes=1 << 20)
+    left_over = tmp_path / "l2" / "tmp" / "0123456789abcdef"
+    left_over.touch()
+    real_close = os.close
+
+    def close(fd: int) -> None:
+        real_close(fd)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "close", real_close)
+            fs_scan.clear_temporaries(place)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", close)
+        fs_files.probe(place, memoryview(bytes(PAGE_BYTES)))
+    assert not left_over.exists()
 
 
 def test_a_vanished_directory_comes_back(tmp_path: Path) -> None:

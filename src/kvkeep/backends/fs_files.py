@@ -152,7 +152,7 @@ class Files:
         place.check()
         header, payload = memory
         direct = os.O_DIRECT if self.direct else 0
-        temporary = secrets.token_hex(8)
+        temporary = place.temporary()
         with own_directory(place, TMP, make=True) as tmp:
             fd = os.open(temporary, _WRITE | direct, FILE_MODE, dir_fd=tmp)
             try:
@@ -266,7 +266,7 @@ def list_quarantine(place: Place) -> Aside:
 def probe(place: Place, memory: memoryview) -> None:
     """Write a page, read it back, and unlink it."""
     place.check()
-    temporary = secrets.token_hex(8)
+    temporary = place.temporary()
     with own_directory(place, TMP, make=True) as tmp:
         fd = os.open(temporary, _WRITE, FILE_MODE, dir_fd=tmp)
         try:

@@ -14,6 +14,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +60,7 @@ class Place:
         self.identity: Identity | None = None
         self.read_only = False
         self.released = False
+        self._tag = secrets.token_hex(4)
 
     def __del__(self) -> None:
         for fd in (self.fd, self._lock_fd):
@@ -75,6 +77,14 @@ class Place:
             raise another(self.root)
         if self.released:
             raise BackendError(f"{self.root} is closed")
+
+    def temporary(self) -> str:
+        """A new name for a file in `tmp`, known as this opening's own."""
+        return self._tag + secrets.token_hex(4)
+
+    def is_own(self, temporary: str) -> bool:
+        """Whether this opening made the name: such a file is being written, not left over."""
+        return temporary.startswith(self._tag)
 
     def lock_directory(self) -> None:
         """Take the root itself, which nobody can remove as they can a file in it.

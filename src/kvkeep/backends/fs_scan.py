@@ -105,6 +105,8 @@ def clear_temporaries(place: Place) -> int:
     foreign = 0
     with own_directory(place, TMP, make=True, to_list=True) as fd:
         for name in os.listdir(fd):
+            if place.is_own(name):  # a probe beside this scan
+                continue
             with contextlib.suppress(FileNotFoundError):
                 if _TEMPORARY.fullmatch(name) and _stat_of_file(name, fd) is not None:
                     os.unlink(name, dir_fd=fd)
