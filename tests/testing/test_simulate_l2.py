@@ -21,6 +21,7 @@ SEEDS = 20
 SEEDS_FOR_A_BUG = 100
 
 Patch = pytest.MonkeyPatch
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.mark.slow
