@@ -22,7 +22,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 export DO_NOT_TRACK ?= 1
 export VLLM_CPU_KVCACHE_SPACE ?= 1
 
-.PHONY: help setup setup-engine demo check test prove bench clean
+.PHONY: help setup setup-engine demo check test prove soak bench clean
 
 help:
 	@echo "make setup         kvkeep and its tools into $(VENV)"
@@ -31,6 +31,7 @@ help:
 	@echo "make check         format, lint, types, fast tests (under a minute)"
 	@echo "make test          all tests, the real engine's too"
 	@echo "make prove         check and the long forms"
+	@echo "make soak          20 minutes of steady load: memory, descriptors, counters"
 	@echo "make bench         the benches, as JSON"
 
 setup: $(CORE)
@@ -84,6 +85,11 @@ prove: check setup-engine
 	@KVKEEP_HYPOTHESIS_PROFILE=prove $(PY) -m pytest -q -n 2 --timeout 900 tests/core
 	@echo "== long forms"
 	@$(PY) -m pytest -m prove
+	@$(MAKE) soak
+
+soak: setup
+	@echo "== soak (20 minutes)"
+	@$(VENV)/bin/kvkeep soak --minutes 20 --json
 
 bench: setup setup-engine
 	@$(VENV)/bin/kvkeep bench object --json

@@ -178,7 +178,7 @@ def test_seals_that_do_not_hold_are_no_seals(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_memory_fits() -> None:
-    memory, size = check_memory(Config(l1=L1Config(size="25%")), BUDGET)
+    memory, size, _ = check_memory(Config(l1=L1Config(size="25%")), BUDGET)
     assert (memory.status, size.status) == (Status.OK, Status.OK)
     assert "8GiB by RAM" in memory.detail
     assert "2GiB" in size.detail

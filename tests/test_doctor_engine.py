@@ -52,8 +52,11 @@ def test_a_port_in_use() -> None:
 
 def test_a_port_open_to_the_network() -> None:
     check = check_http(HttpConfig(host="0.0.0.0", port=0), is_serving=bool)
-    assert check.status is Status.WARN
+    assert check.status is Status.FAIL
     assert "127.0.0.1" in check.fix
+    assert "http.remote" in check.fix
+    meant = check_http(HttpConfig(host="0.0.0.0", port=0, remote=True), is_serving=bool)
+    assert meant.status is Status.WARN
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "a..b"])

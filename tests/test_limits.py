@@ -15,8 +15,8 @@ from kvkeep.limits import (
     MemoryBudget,
     format_bytes,
     memory_budget,
+    parse_amount,
     parse_bytes,
-    parse_l1_size,
     parse_nodes,
     resolve_l1_size,
 )
@@ -253,13 +253,13 @@ def test_sizes_that_are_not(text: str) -> None:
     with pytest.raises(ValueError, match="such as"):
         parse_bytes(text)
     with pytest.raises(ValueError, match="such as"):
-        parse_l1_size(text)
+        parse_amount(text)
 
 
 def test_shares() -> None:
-    assert parse_l1_size("12.5%") == Fraction(1, 8)
-    assert parse_l1_size("100 %") == 1
-    assert parse_l1_size("100") == 100
+    assert parse_amount("12.5%") == Fraction(1, 8)
+    assert parse_amount("100 %") == 1
+    assert parse_amount("100") == 100
 
 
 @pytest.mark.parametrize(("text", "nodes"), [("", []), ("0", [0]), ("0-2,5", [0, 1, 2, 5])])

@@ -18,12 +18,13 @@ import msgspec
 from msgspec import Meta, Struct, field, inspect
 
 from kvkeep.errors import ConfigError
-from kvkeep.limits import MIB, parse_bytes, parse_l1_size, parse_nodes
+from kvkeep.limits import MIB, parse_amount, parse_bytes, parse_nodes
 
 DEFAULT_FILE = Path("/etc/kvkeep/kvkeep.toml")
 ENV_PREFIX = "KVKEEP_"
 ENV_FILE = "KVKEEP_CONFIG"
 NEAR = 0.7  # a typing error leaves this much in common; less is no hint but a guess
+_AMOUNTS = ("l1.size", "quota.default_l1", "quota.default_l2")  # a share, or bytes
 SOCKET_PATH_MAX_BYTES = 107  # sockaddr_un.sun_path is 108 bytes with its final zero
 
 Value = str | int | float | bool
@@ -44,7 +45,7 @@ class L1Config(Struct, frozen=True):
     size: str = "25%"
     numa: str = ""  # nodes to take memory from, such as "0" or "0-1,3"; empty: the kernel's choice
     hugepages: Literal["off", "2MiB"] = "off"
-    max_objects: Annotated[int, Meta(ge=1, le=1 << 24)] = 1 << 18
+    max_objects: Annotated[int, Meta(ge=1, le=1 << 24)] = 1 << 20
     staging_fraction: Share = 0.5  # of L1
     session_staging_fraction: Share = 0.25  # of what staging may take, for one session
     session_reserve_fraction: Share = 0.5  # of L1, held for reading by one session
@@ -70,6 +71,8 @@ class L2Config(Struct, frozen=True):
     persist_tries: Annotated[int, Meta(ge=1, le=100)] = 5
     low_water_fraction: Share = 0.2  # of L1: with less free, write_back writes ahead
     drain_s: Seconds = 10.0  # a stopping server persists what is left for so long
+    key_file: str = ""  # private file of keys: what goes to L2 is encrypted; empty: it is not
+    encrypt_buffer_bytes: Annotated[int, Meta(ge=4096, le=1 << 40)] = 256 * MIB  # per backend
 
 
 class HttpConfig(Struct, frozen=True):
@@ -78,6 +81,8 @@ class HttpConfig(Struct, frozen=True):
     enabled: bool = True
     host: Annotated[str, Meta(min_length=1, max_length=255)] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 7438  # 0: any free port
+    remote: bool = False  # whether `host` may be open to the network
+    token_file: str = ""  # private file with the token for what changes state; empty: nothing may
 
 
 class LogConfig(Struct, frozen=True):
@@ -85,12 +90,21 @@ class LogConfig(Struct, frozen=True):
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["text", "json"] = "text"
+    loop_cpu: bool = False  # whether the loop's watchdog measures CPU time too (2 us per callback)
 
 
 class PolicyConfig(Struct, frozen=True):
     """Which policy decides."""
 
     eviction: Literal["lru"] = "lru"
+
+
+class QuotaConfig(Struct, frozen=True):
+    """How much one tenant may take: the requests of one salt, or those without any."""
+
+    default_l1: str = "100%"  # of L1, or bytes; for a tenant without a limit of its own
+    default_l2: str = "100%"  # of each backend's capacity, or bytes
+    file: str = ""  # the tenants' own limits, as TOML; `kvkeep quota set` writes it
 
 
 class LimitsConfig(Struct, frozen=True):
@@ -113,6 +127,7 @@ class Config(Struct, frozen=True):
     http: HttpConfig = field(default_factory=HttpConfig)
     log: LogConfig = field(default_factory=LogConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    quota: QuotaConfig = field(default_factory=QuotaConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
 
 
@@ -302,7 +317,7 @@ def _checked(key: str, item: _Given, kind: inspect.Type) -> object:
     try:
         if isinstance(kind, inspect.IntType) and key.endswith("_bytes") and isinstance(value, str):
             value = parse_bytes(value)
-        elif key == "l1.size" and type(value) is int:
+        elif key in _AMOUNTS and type(value) is int:
             value = str(value)  # a plain number is bytes
         elif key == "l2.backends" and isinstance(value, list):
             value = " ".join(msgspec.convert(value, list[str]))
@@ -357,8 +372,15 @@ def _text_problem(key: str, value: str) -> str | None:
         match key:
             case "socket.path":
                 return socket_path_problem(value)
+            case "l2.key_file" | "http.token_file" if value and not os.path.isabs(value):
+                return f"it must be absolute; write {os.path.abspath(value)}"
             case "l1.size":
-                parse_l1_size(value)
+                parse_amount(value)
+            case "quota.default_l1" | "quota.default_l2":
+                if not parse_amount(value):
+                    return "whoever has no limit of its own could store nothing; write 25%, or 2GiB"
+            case "quota.file" if value and not os.path.isabs(value):
+                return f"it must be absolute; write {os.path.abspath(os.path.expanduser(value))}"
             case "l1.numa":
                 parse_nodes(value)
     except ValueError as error:

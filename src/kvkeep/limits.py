@@ -7,7 +7,7 @@ is kept for messages. The file-system root is an argument: tests build `/proc` a
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -18,6 +18,10 @@ MIB = 1 << 20
 MOST_NODES = 1023  # CONFIG_NODES_SHIFT of the kernel is at most 10
 L1_STEP_BYTES = 2 * MIB  # one huge page: every size of L1 is a whole number of them
 L1_MIN_BYTES = 4 * MIB
+SMALLEST_OBJECT_BYTES = 4096  # of L1: so many objects may be there at most
+ENTRY_BYTES = 600  # of the index, for each object; tests/core/test_million.py measures it
+GENERATION_BYTES = 8  # of the table that clients see, for each object
+PROCESS_BYTES = 96 * MIB  # code, libraries and connections; 52 MiB right after the start
 
 _UNITS = {
     "": 1,
@@ -64,8 +68,8 @@ def parse_bytes(text: str) -> int:
     return int(Fraction(match.group(1)) * unit)
 
 
-def parse_l1_size(text: str) -> Fraction | int:
-    """Read the size of L1: a Fraction is a share of the memory limit, an int is bytes.
+def parse_amount(text: str) -> Fraction | int:
+    """Read "25%" or "2GiB": a Fraction is a share of something, an int is bytes.
 
     Raises ValueError with a sentence that says how to write it.
     """
@@ -114,7 +118,7 @@ def resolve_l1_size(text: str, budget: MemoryBudget, *, hugepages: str = "off") 
     Raises ConfigError with the numbers and the fix if that is below 4 MiB or more than is free now.
     """
     try:
-        size = parse_l1_size(text)
+        size = parse_amount(text)
     except ValueError as error:
         raise ConfigError(f"l1.size = {text!r} is not a size: {error}") from None
     wanted_bytes = int(size * budget.limit_bytes) if isinstance(size, Fraction) else size
@@ -165,6 +169,120 @@ def memory_budget(root: str | Path = "/") -> MemoryBudget:
     huge_page_bytes = meminfo.get("Hugepagesize", 0)
     huge_free = _huge_free_bytes(base, meminfo, huge_page_bytes)
     return MemoryBudget(limit_bytes, limit_source, free_bytes, free_source, huge_free)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Something that takes memory, at most so much, and the setting that changes it."""
+
+    name: str
+    size_bytes: int
+    setting: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """All memory of a server, against what it may use."""
+
+    parts: tuple[Part, ...]
+    memory: MemoryBudget
+    huge_bytes: int = 0  # of it in reserved huge pages, which no other memory is taken from
+    used_bytes: int = 0  # that this process has already
+
+    @property
+    def total_bytes(self) -> int:
+        """Everything at its largest."""
+        return sum(part.size_bytes for part in self.parts)
+
+    @property
+    def room_bytes(self) -> int:
+        """What there is for it, huge pages left out."""
+        return min(self.memory.limit_bytes, self.memory.free_bytes + self.used_bytes)
+
+    def check(self) -> None:
+        """Raise ConfigError with the numbers and the fix when it does not fit."""
+        needed_bytes = self.total_bytes - self.huge_bytes
+        if needed_bytes <= self.room_bytes:
+            return
+        memory = self.memory
+        room = f"{format_bytes(memory.free_bytes)} are free now ({memory.free_source})"
+        if self.room_bytes == memory.limit_bytes:
+            room = f"this process may use {format_bytes(memory.limit_bytes)}"
+            room += f" ({memory.limit_source})"
+        parts = ", ".join(f"{part.name} {format_bytes(part.size_bytes)}" for part in self.parts)
+        raise ConfigError(
+            f"the server may need {format_bytes(needed_bytes)} of memory and {room}; "
+            f"it is made of {parts}: {self._fix()}"
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        """For `kvkeep status` and `kvkeep doctor`."""
+        return {
+            "total_bytes": self.total_bytes,
+            "limit_bytes": self.memory.limit_bytes,
+            "limit_source": self.memory.limit_source,
+            "free_at_start_bytes": self.memory.free_bytes,
+            "parts": {part.name: part.size_bytes for part in self.parts},
+        }
+
+    def fields(self) -> dict[str, object]:
+        """For one line of the log."""
+        parts = {
+            f"{part.name.replace(' ', '_')}_bytes".lower(): part.size_bytes for part in self.parts
+        }
+        return {"most_bytes": self.total_bytes, "limit_bytes": self.memory.limit_bytes, **parts}
+
+    def _fix(self) -> str:
+        """What to set so that it fits, computed from the sizes of the other parts."""
+        sizes = {part.name: part.size_bytes for part in self.parts}
+        l1_bytes, per_object = sizes["L1"] - self.huge_bytes, ENTRY_BYTES + GENERATION_BYTES
+        objects = sizes["generation table"] // GENERATION_BYTES
+        kept_bytes = self.total_bytes - sizes["L1"] - objects * per_object
+        room_bytes = self.room_bytes - kept_bytes
+        # With less L1 there are fewer objects too, until every page has one.
+        share = room_bytes * SMALLEST_OBJECT_BYTES // (SMALLEST_OBJECT_BYTES + per_object)
+        fits_bytes = max(room_bytes - objects * per_object, min(share, l1_bytes))
+        fits_bytes = fits_bytes // L1_STEP_BYTES * L1_STEP_BYTES
+        fixes = ["free memory", "raise the limit"]
+        fewer = (room_bytes - l1_bytes) // per_object
+        if fewer > 0:
+            fixes.insert(0, f"set l1.max_objects to {fewer} or less")
+        if not self.huge_bytes and fits_bytes >= L1_MIN_BYTES:
+            fixes.insert(0, f"set l1.size to {fits_bytes // MIB}MiB or less")
+        backends = next((part.setting for part in self.parts if part.setting[:3] == "l2."), "")
+        if backends:
+            fixes.append(f"lower {backends}")
+        return ", or ".join(fixes)
+
+
+def server_budget(
+    memory: MemoryBudget,
+    l1_bytes: int,
+    max_objects: int,
+    *,
+    huge: bool = False,
+    buffers: Mapping[str, int] | None = None,
+    used_bytes: int = 0,
+) -> Budget:
+    """Sum what a server may need. `buffers`: the most that each L2 takes beside the arena."""
+    objects = min(max_objects, l1_bytes // SMALLEST_OBJECT_BYTES)
+    parts = [
+        Part("L1", l1_bytes, "l1.size"),
+        Part("generation table", GENERATION_BYTES * objects, "l1.max_objects"),
+        Part("index", ENTRY_BYTES * objects, "l1.max_objects"),
+        Part("process", PROCESS_BYTES),
+    ]
+    for name, size_bytes in (buffers or {}).items():
+        if size_bytes:
+            parts.append(Part(f"buffers of L2 {name}", size_bytes, "l2.encrypt_buffer_bytes"))
+    return Budget(tuple(parts), memory, l1_bytes if huge else 0, used_bytes)
+
+
+def resident_bytes(root: str | Path = "/") -> int:
+    """What this process has in memory now; 0 when nobody says."""
+    fields = "".join(_read_lines(Path(root) / "proc/self/statm")[:1]).split()
+    pages = _number(fields[1]) if len(fields) > 1 else None
+    return (pages or 0) * 4096
 
 
 def _fix_for_size(free_bytes: int, hugepages: str, wanted_bytes: int) -> str:

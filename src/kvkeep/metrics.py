@@ -1,6 +1,8 @@
 """Prometheus metrics of the server, read from the service when scraped; counts nothing itself."""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import accumulate
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -15,8 +17,36 @@ from prometheus_client.registry import Collector
 from kvkeep.types import Reason
 
 
+class Entries(Protocol):
+    """How long callbacks of one kind took."""
+
+    buckets: list[int]  # one more than there are bounds
+    sum_s: float
+
+
+class Watched(Protocol):
+    """What the loop's watchdog has seen."""
+
+    longest_lag_s: float
+
+    @property
+    def bounds_s(self) -> Sequence[float]:
+        """Of the buckets."""
+
+    @property
+    def seen(self) -> Mapping[str, Entries]:
+        """By kind of entry."""
+
+    def entry(self, what: str) -> AbstractContextManager[None]:
+        """A scrape is an entry, too."""
+
+
 class Source(Protocol):
-    """What the metrics read: the server's status and counters."""
+    """What the metrics read: the server's status, counters and watchdog."""
+
+    @property
+    def watchdog(self) -> Watched:
+        """Of its event loop."""
 
     def status(self) -> dict[str, Any]:
         """The answer of `kvkeep status --json`."""
@@ -32,6 +62,7 @@ class _ServerCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         status, counts = self._source.status(), self._source.counts()
         yield from _gauges(status)
+        yield from _loop(self._source.watchdog)
         yield _labelled(
             counts, "stage_", "kvkeep_stage_chunks", "Chunks asked to be staged", "outcome"
         )
@@ -57,6 +88,14 @@ class _ServerCollector(Collector):
         yield _labelled(
             counts, "hit_from_", "kvkeep_l2_hit_chunks", "Hit chunks that L2 brought", "backend"
         )
+        refused = CounterMetricFamily(
+            "kvkeep_quota_refused",
+            "Chunks (L1) and objects (L2) that a tenant's limit left no room for, by salt digest",
+            labels=["tier", "backend", "tenant"],
+        )
+        for row in status["quota_refused"]:
+            refused.add_metric([row["tier"], row["backend"], row["tenant"]], row["refused"])
+        yield refused
         yield from _stores(status["l2"])
         for name, text in _PLAIN.items():
             yield CounterMetricFamily(f"kvkeep_{name}", text, value=counts.get(name, 0))
@@ -73,11 +112,18 @@ _PLAIN = {
     "dropped": "Chunks dropped because they failed to load",
     "aborted": "Staged chunks given back",
     "revoked": "Read leases revoked",
+    "revoked_for_room": "Of these, for an older lookup, or of a stopped engine",
     "cleared": "Chunks cleared by an operator",
     "fetches": "Fetches begun",
     "fetched_bytes": "Bytes fetched from L2 and published",
     "fetch_late": "Fetches past their deadline",
     "lookups_expired": "Lookups answered at their deadline for L2",
+    "lookups_over_bound": "Lookups answered from L1 alone: too many of the session wait for L2",
+    "connections_paused": "Times a connection that sent much at once had to wait for its turn",
+    "waits_refused": "Operators' waits refused: too many wait already",
+    "forget_refused": "Forgets refused: too many of the layout wait already",
+    "discards_lost": "Deletions in L2 that were not done: too many waited",
+    "timeline_forgotten": "Requests forgotten for newer ones in the timeline",
     "cancelled": "Pending lookups cancelled",
     "persists": "Persists begun",
     "persisted_bytes": "Bytes persisted to L2",
@@ -104,13 +150,30 @@ def _gauges(status: dict[str, Any]) -> Iterator[Metric]:
         )
     yield GaugeMetricFamily("kvkeep_l1_objects", "Resident objects", value=l1["objects"])
     yield GaugeMetricFamily("kvkeep_leases", "Open leases", value=status["leases"])
-    yield GaugeMetricFamily("kvkeep_sessions", "Sessions", value=len(status["sessions"]))
+    yield GaugeMetricFamily("kvkeep_sessions", "Sessions", value=status["session_count"])
     waits = GaugeMetricFamily(
         "kvkeep_client_max_wait_seconds", "Longest wait of an engine step", labels=["session"]
     )
     for session in status["sessions"]:
         waits.add_metric([session["session"]], session["max_wait_ms"] / 1e3)
     yield waits
+
+
+def _loop(watchdog: Watched) -> Iterator[Metric]:
+    """How long the event loop was held."""
+    busy = HistogramMetricFamily(
+        "kvkeep_loop_busy_seconds", "Time of one callback of the event loop", labels=["what"]
+    )
+    bounds = [str(bound) for bound in watchdog.bounds_s] + ["+Inf"]
+    for what, seen in sorted(watchdog.seen.items()):
+        sums = accumulate(seen.buckets)
+        busy.add_metric([what], list(zip(bounds, sums, strict=True)), seen.sum_s)
+    yield busy
+    yield GaugeMetricFamily(
+        "kvkeep_loop_longest_lag_seconds",
+        "Longest delay of a timer of the event loop",
+        value=watchdog.longest_lag_s,
+    )
 
 
 def _stores(stores: Sequence[dict[str, Any]]) -> Iterator[Metric]:
@@ -133,6 +196,11 @@ def _stores(stores: Sequence[dict[str, Any]]) -> Iterator[Metric]:
     }
     read_only = GaugeMetricFamily("kvkeep_l2_read_only", "1 while it refuses puts", labels=label)
     up = GaugeMetricFamily("kvkeep_l2_up", "1 while the breaker is closed", labels=label)
+    unreadable = CounterMetricFamily(
+        "kvkeep_l2_unreadable_objects",
+        "Sound objects that keys or their lack make unreadable",
+        labels=["backend", "why"],
+    )
     corrupt = CounterMetricFamily(
         "kvkeep_l2_corrupt_objects", "Objects that did not verify", labels=["backend", "why"]
     )
@@ -152,13 +220,15 @@ def _stores(stores: Sequence[dict[str, Any]]) -> Iterator[Metric]:
                 gauge.add_metric([name], store[key])
         for why, count in store["corrupt"].items():
             corrupt.add_metric([name, why], count)
+        for why, count in store["unreadable"].items():
+            unreadable.add_metric([name, why], count)
         for operation, seen in store["operations"].items():
             moved.add_metric([name, operation], seen["bytes"])
             for outcome, count in seen["outcomes"].items():
                 operations.add_metric([name, operation, outcome], count)
             buckets = list(seen["seconds"]["buckets"].items())
             seconds.add_metric([name, operation], buckets, seen["seconds"]["sum_s"])
-    yield from (*gauges.values(), up, read_only, corrupt, moved, operations, seconds)
+    yield from (*gauges.values(), up, read_only, corrupt, unreadable, moved, operations, seconds)
 
 
 def _labelled(
@@ -178,6 +248,7 @@ def _labelled(
 
 def exposition(source: Source) -> bytes:
     """The text that `/metrics` answers."""
-    registry = CollectorRegistry()
-    registry.register(_ServerCollector(source))
-    return generate_latest(registry)
+    with source.watchdog.entry("metrics"):
+        registry = CollectorRegistry()
+        registry.register(_ServerCollector(source))
+        return generate_latest(registry)

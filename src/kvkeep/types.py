@@ -7,6 +7,7 @@ Numbers of enums go over the wire and into files: they are only ever added to.
 import unicodedata
 from collections.abc import Iterable
 from enum import Enum, IntEnum
+from fractions import Fraction
 from typing import NamedTuple, NewType
 
 import msgspec
@@ -19,6 +20,8 @@ PeerId = NewType("PeerId", int)  # 64 random bits, one connection
 TicketId = NewType("TicketId", int)  # 64 random bits, one pending lookup
 TransferId = NewType("TransferId", int)  # one fetch or persist of a chunk
 SlotId = NewType("SlotId", int)  # index into the generation table
+
+Amount = Fraction | int  # a share of some capacity, or bytes
 
 HASH_BYTES = 32
 NO_LEASE = LeaseId(0)
@@ -50,6 +53,7 @@ class Reason(IntEnum):
     NOT_READY = 13
     REVOKED = 14
     BEHIND = 15  # it is there, but a chunk before it is not
+    OVER_QUOTA = 16  # L2 has it, and its tenant may have no more in L1
 
 
 class SlotState(IntEnum):
@@ -73,6 +77,7 @@ class StageOutcome(IntEnum):
     NOT_READY = 5
     READ_ONLY = 6
     LAYOUT_MISMATCH = 7
+    OVER_QUOTA = 8  # its tenant may have no more
 
 
 class CommitOutcome(IntEnum):

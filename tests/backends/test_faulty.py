@@ -146,6 +146,31 @@ async def test_a_call_hangs_until_it_is_let_go() -> None:
     assert backend.hanging == 0
 
 
+async def test_a_call_returns_only_after_the_close_and_does_its_work() -> None:
+    backend = await holding_one()
+    backend.plan = Nth(1, Fault(Kind.AFTER_CLOSE), operation="get")
+    target = item(SPACE, KEY, LENGTH)
+    call = asyncio.create_task(backend.get([target]))
+    while not backend.hanging:
+        await asyncio.sleep(0)
+    assert target.payload[0] == 0xA5
+    await backend.close()
+    assert list(await call) == [LENGTH]
+    assert is_filled(target)
+    assert backend.hanging == 0
+
+
+async def test_a_permission_can_be_lost() -> None:
+    backend = await holding_one()
+    backend.plan = Switched(Fault(Kind.DENIED))
+    with pytest.raises(PermissionError, match="get is not permitted"):
+        await backend.get([item(SPACE, KEY, LENGTH)])
+    with pytest.raises(PermissionError, match="put is not permitted"):
+        await backend.put([filled(SPACE, KEY, LENGTH)])
+    with pytest.raises(PermissionError, match="probe is not permitted"):
+        await backend.probe()
+
+
 def test_the_nth_call_once_or_from_then_on() -> None:
     fault = Fault(Kind.ERROR)
     once, ever = Nth(2, fault), Nth(2, fault, for_ever=True)

@@ -82,6 +82,10 @@ def test_the_lock_ends_with_the_process(tmp_path: Path) -> None:
             lambda root: (root.mkdir(parents=True), (root / "kvkeep.json").write_text("{")),
             "cannot be read",
         ),
+        (
+            lambda root: (root.mkdir(parents=True), root.chmod(0o757)),
+            "may be written by everybody.*chmod o-w",
+        ),
     ],
 )
 def test_a_place_that_cannot_be_used(tmp_path: Path, make: object, says: str) -> None:

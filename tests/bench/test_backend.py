@@ -23,8 +23,8 @@ KEYS = {
 
 
 def small(where: str | Path, **more: int) -> dict[str, object]:
-    plan = {"objects": 12, "object_bytes": 70_001, "rounds": 2} | more
-    return bench.run(str(where), **plan, progress=lambda text: None)
+    amounts = bench.Amounts(**{"objects": 12, "object_bytes": 70_001, "rounds": 2} | more)
+    return bench.run(str(where), amounts, progress=lambda text: None)
 
 
 def test_the_report(tmp_path: Path) -> None:
@@ -40,6 +40,13 @@ def test_the_report(tmp_path: Path) -> None:
 def test_a_url_with_options(tmp_path: Path) -> None:
     url = f"fs://{tmp_path}?capacity=64MiB&direct=off&readers=2&writers=1"
     assert small(url)["verified"] is True
+
+
+def test_encrypted(tmp_path: Path) -> None:
+    amounts = bench.Amounts(12, 70_001, 1)
+    report = bench.run(str(tmp_path), amounts, encrypted=True, progress=lambda text: None)
+    assert set(report) == {*KEYS, "encrypted"}
+    assert report["verified"] is True
 
 
 def test_wrong_bytes_are_not_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

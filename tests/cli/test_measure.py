@@ -14,11 +14,21 @@ ENGINE = {
     "all_miss": {"cpu_ratio": 1.01, "ttft_ratio": 1.0, "ttft_ratio_ci95": [0.98, 1.02], "pairs": 3},
     "same_tokens": True,
 }
+INDEX = {
+    "chunks": 5_000,
+    "bytes_per_entry": 432.6,
+    "lookup_128_us": {"1000": 120.0, "5000": 150.2},
+    "lookup_ratio": 1.25,
+    "longest_call_ms": {"stage": 1.25, "commit": 1.0, "lookup": 0.5, "evict": 3.5, "end": 0.1},
+}
 SIMULATION: dict[str, Any] = {
     "seeds": 3,
     "failures": [],
     "events": 100,
-    "coverage": {"READY/lookup": 4},
+    "coverage": {"READY/lookup": 4, "GONE/lookup": 0},
+    "faults": {"l2 get short": 2, "l2 get long": 0},
+    "impossible": {"GONE/lookup": "nobody is there"},
+    "never": ["l2 get long"],
     "digest": "abc",
 }
 
@@ -48,7 +58,9 @@ def test_simulate(kvkeep: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     done = kvkeep("simulate", "--seeds", 3, "--first-seed", 7, "--steps", 50, "--json")
     assert (done.code, done.json) == (0, SIMULATION)
     assert fake.positional == (3, 7, 50)
-    assert "3 seeds, 100 events" in kvkeep("simulate").out
+    shown = kvkeep("simulate").out
+    assert "3 seeds, 100 events" in shown
+    assert "2 of 3 pairs and kinds of fault were met; not: l2 get long" in shown
 
 
 def test_simulate_with_a_failure(kvkeep: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,6 +83,17 @@ def test_bench_engine(kvkeep: Command, monkeypatch: pytest.MonkeyPatch, same: bo
     shown = kvkeep("bench", "engine").out
     assert ["L1", "hit", "125.0", "16.0"] in [line.split() for line in shown.splitlines()]
     assert ("same tokens: yes" if same else "same tokens: NO") in shown
+
+
+def test_bench_index(kvkeep: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = install(monkeypatch, "kvkeep.bench.index", "run", INDEX)
+    done = kvkeep("bench", "index", "--chunks", 5_000, "--json")
+    assert (done.code, done.json) == (0, INDEX)
+    assert fake.positional[0] == 5_000
+    lines = [line.split() for line in kvkeep("bench", "index").out.splitlines()]
+    assert ["5000", "chunks,", "433", "bytes", "each"] in lines
+    assert ["5000", "150"] in lines
+    assert ["evict", "3.50"] in lines
 
 
 @pytest.mark.parametrize("code", [0, 1])

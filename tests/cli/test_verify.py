@@ -78,6 +78,7 @@ def test_a_sound_l2(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "broken": [],
         "not_moved": [],
         "foreign_files": 0,
+        "unchecked": 0,
     }
     assert {path: path.stat().st_mtime_ns for path in root.rglob("*.kv")} == before
 

@@ -21,7 +21,11 @@ class ArenaMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.arena = Arena()
+        self.arena = Arena(480)
+        self.extents: dict[int, int] = {}  # by offset
+        self.owners: dict[int, int] = {}  # by offset
+        self.next_owner = 0
+        self.cursor = 0
         self.pages: list[int] = []
         self.fixed: set[int] = set()  # extents that may not move
 
@@ -46,7 +50,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def allocate(self, size: int, fixed: bool) -> None:
         fits = max(self.runs(), default=0) >= rounded(size)
         assert self.arena.fits(size) == fits
-        offset = self.arena.allocate(size)
+        offset = self.take(size)
         assert (offset is not None) == fits
         if offset is None:
             return
@@ -54,7 +58,7 @@ class ArenaMachine(RuleBasedStateMachine):
         first, count = offset // ALIGN_BYTES, rounded(size) // ALIGN_BYTES
         assert self.pages[first : first + count] == [FREE] * count
         self.pages[first : first + count] = [offset] * count
-        assert self.arena.taken_size(offset) == rounded(size)
+        assert self.arena.size_bytes(self.extents[offset]) == rounded(size)
         if fixed:
             self.fixed.add(offset)
 
@@ -62,7 +66,7 @@ class ArenaMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 999))
     def free(self, index: int) -> None:
         offset = self.pick(index)
-        size = self.arena.free(offset)
+        size = self.give(offset)
         assert size == self.pages.count(offset) * ALIGN_BYTES
         self.pages = [FREE if page == offset else page for page in self.pages]
         self.fixed.discard(offset)
@@ -72,19 +76,81 @@ class ArenaMachine(RuleBasedStateMachine):
     def window(self, index: int, size: int) -> None:
         seed = self.pick(index)
         self.fixed.discard(seed)
-        victims = self.arena.window(seed, size, lambda offset: offset not in self.fixed)
-        assert (victims is not None) == (self.reach(seed) >= rounded(size))
-        if victims is None:
+        found = self.arena.window(self.extents[seed], size, self.movable)
+        assert (found is not None) == (self.reach(seed) >= rounded(size))
+        if found is None:
             return
-        assert len(set(victims)) == len(victims)
-        assert seed in victims
-        assert not set(victims) & self.fixed
+        assert self.owners[seed] in found
+        self.they_make_room(found, size)
+
+    @rule(size=SIZES)
+    def search(self, size: int) -> None:
+        """Two searches see everything, wherever the first of them begins."""
+        first, self.cursor = self.arena.search(size, self.movable, cursor=self.cursor, most=999)
+        if not first:
+            first, self.cursor = self.arena.search(size, self.movable, cursor=self.cursor, most=999)
+        needs = max(self.runs(), default=0) < rounded(size) and self.taken()
+        assert not needs or bool(first) == (
+            max(self.runs(movable=True), default=0) >= rounded(size)
+        )
+        if first and needs:
+            self.none_is_too_many(first, size)
+            self.they_make_room(first, size)
+
+    @precondition(lambda self: self.taken())
+    @rule(size=SIZES, most=st.integers(1, 4))
+    def search_in_parts(self, size: int, most: int) -> None:
+        """A search that looks at a few extents at a time finds what there is as well."""
+        could = (
+            max(self.runs(movable=True), default=0) >= rounded(size) > max(self.runs(), default=0)
+        )
+        found: list[int] = []
+        for _ in range(2 * len(self.pages)):
+            found, self.cursor = self.arena.search(
+                size, self.movable, cursor=self.cursor, most=most
+            )
+            if found:
+                break
+        assert found or not could
+        if could:
+            self.they_make_room(found, size)
+
+    def none_is_too_many(self, owners: list[int], size: int) -> None:
+        """Without the first or the last of them the run is too short."""
+        for some in (owners[1:], owners[:-1]):
+            gone = {offset for offset, owner in self.owners.items() if owner in some}
+            is_free = [page == FREE or page in gone for page in self.pages]
+            runs = [len(list(run)) * ALIGN_BYTES for free, run in groupby(is_free) if free]
+            assert max(runs, default=0) < rounded(size)
+
+    def they_make_room(self, owners: list[int], size: int) -> None:
+        """These are distinct and may go, and without them there is a run."""
+        victims = {offset for offset, owner in self.owners.items() if owner in owners}
+        assert len(victims) == len(owners)
+        assert not victims & self.fixed
         for victim in victims:
-            self.arena.free(victim)
+            self.give(victim)
         self.pages = [FREE if page in victims else page for page in self.pages]
         assert max(self.runs()) >= rounded(size)
-        assert self.arena.allocate(size) is not None
+        assert self.take(size) is not None
         self.rebuild()
+
+    def movable(self, owner: int) -> bool:
+        return next(o for o, n in self.owners.items() if n == owner) not in self.fixed
+
+    def take(self, size: int) -> int | None:
+        """The offset of a new extent."""
+        self.next_owner += 1
+        extent = self.arena.allocate(size, self.next_owner)
+        if extent is None:
+            return None
+        offset = self.arena.offset[extent]
+        self.extents[offset], self.owners[offset] = extent, self.next_owner
+        return offset
+
+    def give(self, offset: int) -> int:
+        del self.owners[offset]
+        return self.arena.free(self.extents.pop(offset))
 
     def reach(self, seed: int) -> int:
         """Bytes of the longest run around `seed` that only has free and movable pages."""
@@ -118,7 +184,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for offset in self.taken():
-            self.arena.free(offset)
+            self.give(offset)
         whole = [(0, len(self.pages) * ALIGN_BYTES, False)] if self.pages else []
         assert self.arena.extents() == whole
 
@@ -140,23 +206,42 @@ def test_a_larger_object_is_never_rounded_to_less(size: int, more: int) -> None:
 
 
 def test_an_empty_arena_has_no_room() -> None:
-    arena = Arena()
-    assert arena.allocate(1) is None
+    arena = Arena(8)
+    assert arena.allocate(1, 0) is None
     assert arena.largest_free_bytes() == 0
 
 
 def test_every_free_run_of_a_bin_fits_its_size_class() -> None:
     """Runs of 64 and 65 pages share a bin; a request of 64 may get either, one of 65 neither."""
-    arena = Arena()
+    arena = Arena(8)
     arena.grow(65 * ALIGN_BYTES)
     assert not arena.fits(65 * ALIGN_BYTES)  # its class is 66 pages
-    assert arena.allocate(64 * ALIGN_BYTES) is not None
+    assert arena.allocate(64 * ALIGN_BYTES, 0) is not None
     assert arena.free_bytes == ALIGN_BYTES
 
 
 def test_growth_joins_the_last_free_run() -> None:
-    arena = Arena()
+    arena = Arena(8)
     arena.grow(4 * ALIGN_BYTES)
     arena.grow(8 * ALIGN_BYTES)
     assert arena.extents() == [(0, 8 * ALIGN_BYTES, False)]
-    assert arena.allocate(8 * ALIGN_BYTES) == 0
+    assert arena.allocate(8 * ALIGN_BYTES, 0) is not None
+    assert arena.free_bytes == 0
+
+
+def taken(arena: Arena, pages: int) -> int:
+    extent = arena.allocate(pages * ALIGN_BYTES, owner=0)
+    assert extent is not None
+    return extent
+
+
+def test_the_longest_of_many_runs_is_named_to_within_its_bin() -> None:
+    """It is not looked for among all runs of its bin: there may be a million."""
+    arena = Arena(300)
+    arena.grow(100 * 66 * ALIGN_BYTES)
+    rows = [[taken(arena, pages) for pages in (64, 1, 1)] for _ in range(100)]
+    for number, (large, small, _) in enumerate(rows):
+        arena.free(large)
+        if number == 0:
+            arena.free(small)  # 65 pages, the oldest of a hundred
+    assert arena.largest_free_bytes() == 64 * ALIGN_BYTES

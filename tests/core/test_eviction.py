@@ -101,7 +101,7 @@ def test_often_used_chunks_are_queued_once() -> None:
     world.store("s", hot)
     for _ in range(50):
         world.touch("s", hot)
-    assert len(vars(world.directory.residents.policy)["_heap"]) == 1
+    assert len(vars(world.directory.residents.policy)["_candidates"]) == 1
     cold = [chain(f"{number}", 1) for number in range(9)]
     for prompt in cold:
         world.store("s", prompt)
@@ -324,4 +324,4 @@ def test_the_queue_of_candidates_stays_small() -> None:
         world.store("s", alone(f"{step}", 4))
         world.do(ev.Clear())
     policy = world.directory.residents.policy
-    assert len(vars(policy)["_heap"]) < 1100
+    assert len(vars(policy)["_candidates"]) == 0

@@ -4,13 +4,13 @@ Sessions of one and two ranks, with one or two groups, of several sizes, with an
 recompute and writing join, rejoin, close and die in any order.
 """
 
-from dataclasses import dataclass
 from itertools import count
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from tests.core.build import PAGE
+from tests.core.machine_engines import ENGINES, FULL
 from tests.core.model import Model, split
 
 from kvkeep.core import events as ev
@@ -22,7 +22,6 @@ from kvkeep.types import (
     CommitOutcome,
     EndOutcome,
     Fingerprint,
-    GroupKind,
     LeaseId,
     PeerId,
     Reason,
@@ -32,37 +31,6 @@ from kvkeep.types import (
     StageOutcome,
     TicketId,
 )
-
-FULL, WINDOW, STATE = GroupKind.FULL_ATTENTION, GroupKind.SLIDING_WINDOW, GroupKind.RECURRENT
-SMALL = (RowSpec(0, FULL, 5_000),)
-BIG = (RowSpec(0, FULL, 40_000),)
-TWO_GROUPS = (RowSpec(0, FULL, 9_000), RowSpec(1, WINDOW, 3_000, 2))
-WINDOW_ONLY = (RowSpec(0, WINDOW, 6_000, 2),)
-STATE_ONLY = (RowSpec(0, STATE, 12_288),)
-
-
-@dataclass(frozen=True)
-class Engine:
-    """How one session's processes say Hello; `layouts` are what its workers may come with."""
-
-    world: int
-    layouts: tuple[tuple[RowSpec, ...], ...]
-    both: bool = False
-    dma: bool = False
-    recompute: bool = True
-    writes: bool = True
-
-
-ENGINES = {
-    "plain": Engine(1, (SMALL,), both=True),
-    "dma": Engine(1, (SMALL,), both=True, dma=True, recompute=False),
-    "reader": Engine(1, (SMALL,), writes=False),
-    "pair": Engine(2, (TWO_GROUPS, SMALL)),
-    "pair dma": Engine(2, (TWO_GROUPS,), dma=True, recompute=False),
-    "big": Engine(1, (BIG, TWO_GROUPS), both=True),
-    "window": Engine(1, (WINDOW_ONLY,), both=True),
-    "state": Engine(1, (STATE_ONLY,), both=True, recompute=False),
-}
 
 seats = st.integers(0, 2)  # which of the machine's three sessions
 prompts = st.sampled_from(["aaaaaaa", "aaaa", "aaab", "aabbbb", "ab", "b", "bbbbb", "abab"])
@@ -166,7 +134,7 @@ class DirectoryMachine(RuleBasedStateMachine):
                 assert reply.changed == self.model.closed(event.peer, left)
             case ev.PeerGone(), ev.Done():
                 assert reply.changed == self.model.gone(event.peer, event.confirmed, left)
-            case ((ev.Drop() | ev.Clear() | ev.Revoke()), ev.Done()):
+            case ((ev.Drop() | ev.Clear() | ev.Revoke() | ev.Relieve()), ev.Done()):
                 self.explain_removal(event, reply, left)
                 left = []
             case _:
@@ -177,7 +145,10 @@ class DirectoryMachine(RuleBasedStateMachine):
         raise AssertionError(f"{reply} is no answer to {event}")
 
     def explain_removal(
-        self, event: ev.Drop | ev.Clear | ev.Revoke, reply: ev.Done, effects: list[ev.Effect]
+        self,
+        event: ev.Drop | ev.Clear | ev.Revoke | ev.Relieve,
+        reply: ev.Done,
+        effects: list[ev.Effect],
     ) -> None:
         model = self.model
         revocable = {k: r for k, r in model.reads.items() if model.members[r.session].recompute}
@@ -186,6 +157,10 @@ class DirectoryMachine(RuleBasedStateMachine):
             case ev.Revoke():
                 ended = {lease for lease in revocable if lease == event.lease}
                 assert reply.changed == len(ended)
+            case ev.Relieve():
+                ended = {e.lease for e in effects if isinstance(e, ev.LeaseRevoked)}
+                assert reply.changed == len(ended)
+                self.may_end(event, ended)
             case ev.Clear():
                 ended = set(revocable) if event.force else set()
                 hashes = list(model.resident)
@@ -202,9 +177,13 @@ class DirectoryMachine(RuleBasedStateMachine):
         for lease in ended:
             model.reads[lease].live.clear()
         model.forget_reads()
-        if not isinstance(event, ev.Revoke):
+        if not isinstance(event, ev.Revoke | ev.Relieve):
             for chunk in hashes:
                 model.unlink(chunk)
+
+    def may_end(self, event: ev.Relieve, ended: set[int]) -> None:
+        """Under pressure only stopped engines lose their reads, where nobody waits for L2."""
+        assert {self.model.reads[lease].session for lease in ended} <= event.stopped
 
     def compare(self) -> None:
         """Both accounts agree on every sum."""
@@ -431,6 +410,10 @@ class DirectoryMachine(RuleBasedStateMachine):
     def revoke(self, pick: int) -> None:
         live = list(self.model.reads)
         self.do(ev.Revoke(LeaseId(live[pick % len(live)]) if live else LeaseId(3)))
+
+    @rule(stopped=st.sets(seats))
+    def relieve(self, stopped: set[int]) -> None:
+        self.do(ev.Relieve(frozenset(self.cast[seat] for seat in stopped)))
 
     @rule(force=st.booleans(), really=rarely)
     def clear(self, force: bool, really: bool) -> None:

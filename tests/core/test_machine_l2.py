@@ -7,9 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 from tests.core.build import PAGE
+from tests.core.machine_engines import ENGINES
 from tests.core.model import Model, split
 from tests.core.model_l2 import ModelL2
-from tests.core.test_machine import ENGINES, DirectoryMachine, picks, prompts, rarely, seats
+from tests.core.test_machine import DirectoryMachine, picks, prompts, rarely, seats
 
 from kvkeep.core import events as ev
 from kvkeep.core.directory import Limits
@@ -77,6 +78,15 @@ class L2Machine(DirectoryMachine):
 
     # ---- following
 
+    def do(self, event: ev.Event) -> ev.Reply:
+        if isinstance(event, ev.Relieve):
+            waits = self.directory.fetcher.lacks_room
+            waits = waits if waits is not None and waits.queue else None
+            self.room_wanted_s = waits.since_s if waits is not None else None
+            sessions = self.directory.sessions.values()
+            self.began_s = {int(r.id): r.since_s for s in sessions for r in s.reads_open.values()}
+        return super().do(event)
+
     def before_l2(self, effects: list[ev.Effect]) -> None:
         began = any(isinstance(e, ev.Fetch | ev.Persist) for e in effects)
         self.model.disturbed = began or bool(self.directory.fetcher.queued)  # room was looked for
@@ -109,6 +119,17 @@ class L2Machine(DirectoryMachine):
                 pass
             case _:
                 super().explain_l2(event, reply)
+
+    def may_end(self, event: ev.Relieve, ended: set[int]) -> None:
+        """Of others, what began after the oldest lookup that waits for room."""
+        sessions = self.directory.sessions.values()
+        assert not any(ended & set(session.reads_open) for session in sessions)
+        if self.room_wanted_s is None:
+            super().may_end(event, ended)
+            return
+        for lease in ended:
+            read = self.model.reads[lease]
+            assert read.session in event.stopped or self.began_s[lease] > self.room_wanted_s
 
     def after_l2(self, event: ev.Event, effects: list[ev.Effect]) -> None:
         model = self.model

@@ -33,6 +33,7 @@ SCENARIOS = (
     "scenarios_loading",
     "scenarios_wishes",
     "scenarios_l2",
+    "scenarios_chaos",
 )
 
 

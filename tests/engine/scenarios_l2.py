@@ -26,6 +26,11 @@ class Server:
     def start(self) -> None:
         self._process = subprocess.Popen(self._command, stderr=subprocess.DEVNULL)
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()

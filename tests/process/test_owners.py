@@ -7,11 +7,11 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from tests.process.engine import CHAIN_CHUNKS, OBJECT_BYTES, Engine, chain, hello, until
+from tests.process.obeying import Obeying, obeying
 from tests.process.peer import Peer, held_bytes, l1, settle
 from tests.servers import Server, kvkeep_env, running_server
 
@@ -23,47 +23,11 @@ AGAIN_S = 1.2  # when a second staging of a key is allowed; 2 s by default
 STAGED_BYTES = CHAIN_CHUNKS * OBJECT_BYTES
 
 
-@dataclass(slots=True)
-class Holder:
-    """A process that holds staged chunks."""
-
-    process: subprocess.Popen[str]
-
-    def line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def tell(self, word: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(word + "\n")
-        self.process.stdin.flush()
-
-    def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-        if number is signal.SIGKILL:
-            self.process.wait(10)
-
-
 @contextmanager
-def holder(server: Server, request: int) -> Iterator[Holder]:
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "tests.process.holder", server.socket),
-            *(f"holder-{request}", str(request), str(CHAIN_CHUNKS)),
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=kvkeep_env(),
-        cwd=Path(__file__).parents[2],
-    )
-    held = Holder(process)
-    try:
-        assert held.line() == f"held {CHAIN_CHUNKS}"
+def holder(server: Server, request: int) -> Iterator[Obeying]:
+    """It holds a staged chain."""
+    with obeying("holder", server, f"holder-{request}", request, CHAIN_CHUNKS) as held:
         yield held
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.fixture(scope="module")

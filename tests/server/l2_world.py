@@ -91,6 +91,7 @@ class World:
             clock=clock,
             log=self.log,
             io=self.io,
+            later=asyncio.get_running_loop().call_soon,
         )
         self.service.grown(PAGES * PAGE)
         self.seq = count(1)

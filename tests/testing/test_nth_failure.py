@@ -7,12 +7,14 @@ or a miss, and in the end, when L2 works again, nothing is held for anybody.
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
 from kvkeep.backends.guarded import GuardSettings
 from kvkeep.backends.registry import compose
+from kvkeep.core import audit
 from kvkeep.core import events as ev
 from kvkeep.core.directory import Limits
 from kvkeep.core.keys import chunk_hash, root_hash
@@ -57,7 +59,9 @@ MOST_CALLS = 60  # with a call that fails for ever the retries never end
 
 FAULTS = (
     Fault(Kind.ERROR),
+    Fault(Kind.DENIED),
     Fault(Kind.NEVER),
+    Fault(Kind.AFTER_CLOSE),
     Fault(Kind.SLOW, delay_s=0.04),
     Fault(Kind.SLOW, delay_s=3.0),
     Fault(Kind.REFUSE),
@@ -140,6 +144,7 @@ class Rig:
             clock=loop.time,
             log=self.watch.log,
             io=self.io,
+            later=partial(loop.call_later, 0.001),
         )
         self.service.grown(PAGES * PAGE_BYTES)
         self.link = Link()
@@ -288,3 +293,24 @@ def test_the_nth_call_fails(fault: Fault, for_ever: bool) -> None:
             assert len(hits) == 4
             assert all(0 <= hit <= 8 for hit in hits)
         assert n >= 20, "the workload hardly uses its L2"
+
+
+def test_every_kind_of_fault_is_tried() -> None:
+    assert {fault.kind for fault in FAULTS} == set(Kind)
+
+
+async def _closed_while_it_hangs(n: int) -> int:
+    """The server ends while call `n` hangs; it goes on after that, into memory that is left."""
+    rig = Rig(Nth(n, Fault(Kind.AFTER_CLOSE)), StorePolicy.WRITE_THROUGH, later=True)
+    await _workload(rig)
+    hung = rig.disk.hanging
+    await rig.io.close()
+    await asyncio.sleep(1.0)
+    audit.check(rig.directory)
+    assert rig.disk.hanging == 0
+    assert rig.watch.broken == []
+    return hung
+
+
+def test_calls_that_return_after_the_close_harm_nobody() -> None:
+    assert sum(virtual_loop.run(_closed_while_it_hangs(n)) for n in range(1, 25)) > 10

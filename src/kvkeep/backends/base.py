@@ -6,9 +6,9 @@ Methods run on the event loop and must not block it: slow work goes to the backe
 processes. Plug-ins register under the entry point group `kvkeep.backends`, by URL scheme.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvkeep.types import IoOutcome, Namespace, ObjectKey
 
@@ -47,6 +47,51 @@ class Usage:
     scanned: float = 1.0  # share of the index that is rebuilt; 1.0: complete
     read_only: bool = False  # it refuses every put
     last_error: str = ""  # of work that nobody waited for, such as an eviction
+
+
+@dataclass(frozen=True, slots=True)
+class TenantUsage:
+    """What one salt has in a backend; `digest` as in the namespace's label, empty without a salt.
+
+    The counts are since the start; a backend may put those of many tenants together.
+    """
+
+    digest: str
+    used_bytes: int
+    refused_objects: int = 0
+    evicted_objects: int = 0  # for the tenant's own limit
+
+
+class TenantLimits(Protocol):
+    """How much each salt may take. Limits change while a backend is open."""
+
+    def limit_bytes(self, digest: str, capacity_bytes: int) -> int | None:
+        """Of a backend of that capacity; None: as much as there is."""
+
+
+@runtime_checkable
+class Tenanted(Protocol):
+    """What a backend has too when it keeps each salt within a limit of its own. Optional.
+
+    Above its limit a tenant's own least valuable objects go first; where that is not enough its
+    puts are FULL. Nobody else's objects go for it.
+    """
+
+    def limit_tenants(self, limits: TenantLimits) -> None:
+        """The limits to keep; before `open`."""
+
+    def tenants(self) -> Sequence[TenantUsage]:
+        """Every salt that has something here or was refused."""
+
+    def refused_puts(self) -> Mapping[str, int]:
+        """By digest, what was FULL for a salt's own limit; of at most a thousand salts or so."""
+
+
+@runtime_checkable
+class Buffered(Protocol):
+    """What a backend says too when it takes much memory of its own. Optional."""
+
+    buffer_bytes: int  # at most, beside the arena; known before `open`
 
 
 class Backend(Protocol):

@@ -11,7 +11,7 @@ import asyncio
 import errno
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -19,11 +19,11 @@ from time import time_ns
 from typing import TypeVar
 
 from kvkeep.backends import fs_files, fs_open, fs_scan, header
-from kvkeep.backends.base import ABSENT, PAGE_BYTES, Item, Usage
+from kvkeep.backends.base import ABSENT, PAGE_BYTES, Item, TenantLimits, TenantUsage, Usage
 from kvkeep.backends.fs_files import Direct, Files, OneFile
 from kvkeep.backends.fs_held import Held, Name, Pools, first_part
 from kvkeep.backends.fs_identity import LEAST_CAPACITY_BYTES
-from kvkeep.backends.fs_index import disk_bytes, value_ns
+from kvkeep.backends.fs_index import disk_bytes, tenant_of, value_ns
 from kvkeep.backends.fs_place import Place
 from kvkeep.backends.fs_rebuild import rebuild
 from kvkeep.backends.fs_trouble import Trouble
@@ -95,6 +95,19 @@ class FsBackend:
         self._scan: asyncio.Task[None] | None = None
         self._slots = asyncio.Semaphore(2 * settings.writers)
         self._trouble = Trouble(settings.root, self._log, clock)
+        self._limits: TenantLimits | None = None
+
+    def limit_tenants(self, limits: TenantLimits) -> None:
+        """See `base.Tenanted`."""
+        self._limits = limits
+
+    def tenants(self) -> Sequence[TenantUsage]:
+        """See `base.Tenanted`."""
+        return self._held.tenants.seen() if self._held is not None else []
+
+    def refused_puts(self) -> Mapping[str, int]:
+        """See `base.Tenanted`."""
+        return self._held.tenants.refused if self._held is not None else {}
 
     @property
     def last_error(self) -> str:
@@ -245,6 +258,12 @@ class FsBackend:
         if size_bytes > held.room.capacity_bytes:
             self._trouble.is_too_large(item.length, held.room.capacity_bytes)
             return IoOutcome.FULL
+        async with held.tenants.writing(tenant_of(name[0]), size_bytes) as admitted:
+            return await self._replace(held, name, item) if admitted else IoOutcome.FULL
+
+    async def _replace(self, held: Held, name: Name, item: Item) -> IoOutcome:
+        """Write it in place of what is there."""
+        size_bytes = disk_bytes(item.length)
         async with self._slots, held.changing(name):
             forgets = held.forgets[first_part(name[0])]
             if not await held.room.reserve(size_bytes):
@@ -322,7 +341,7 @@ class FsBackend:
             fs_open.open_place, settings.root, capacity_bytes=settings.capacity_bytes, before=before
         )
         place = await pools.writers.run(work)
-        held = Held(place, files=self._files, pools=pools, log=self._log)
+        held = Held(place, files=self._files, pools=pools, log=self._log, limits=self._limits)
         self._held = held
         self._scan = asyncio.create_task(rebuild(held))
         fields = {

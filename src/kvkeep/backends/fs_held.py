@@ -17,6 +17,7 @@ from functools import partial
 from time import time_ns
 
 from kvkeep.backends import fs_scan
+from kvkeep.backends.base import TenantLimits
 from kvkeep.backends.fs_files import (
     Aside,
     Files,
@@ -29,6 +30,7 @@ from kvkeep.backends.fs_files import (
 )
 from kvkeep.backends.fs_index import Entry, Index
 from kvkeep.backends.fs_place import Place
+from kvkeep.backends.fs_quota import Tenants
 from kvkeep.backends.fs_room import Room, Turns
 from kvkeep.backends.header import LABEL_DIGITS
 from kvkeep.backends.threads import Pool
@@ -56,7 +58,15 @@ class Pools:
 class Held:
     """The objects of one opened place."""
 
-    def __init__(self, place: Place, *, files: Files, pools: Pools, log: logging.Logger) -> None:
+    def __init__(
+        self,
+        place: Place,
+        *,
+        files: Files,
+        pools: Pools,
+        log: logging.Logger,
+        limits: TenantLimits | None = None,
+    ) -> None:
         assert place.identity is not None
         self.place = place
         self.files = files
@@ -65,6 +75,13 @@ class Held:
         self.index = Index()
         self.room = Room(place.identity.capacity_bytes, self._evict_one)
         self.turns = Turns()
+        self.tenants = Tenants(
+            self.index,
+            limits,
+            evict=self._evict_for_tenant,
+            is_busy=self._is_busy,
+            capacity_bytes=self.room.capacity_bytes,
+        )
         self.quarantine: dict[str, int] = {}  # name -> bytes, oldest first
         self.quarantine_foreign = 0
         self.complete = asyncio.Event()  # the index knows everything that is on disk
@@ -187,8 +204,12 @@ class Held:
             if size_bytes:
                 return size_bytes
         entry = self.index.least(self._is_busy)
-        if entry is None:
-            return 0
+        return 0 if entry is None else self._start_removal(entry)
+
+    def _evict_for_tenant(self, entry: Entry) -> None:
+        self.room.leaving(self._start_removal(entry))
+
+    def _start_removal(self, entry: Entry) -> int:
         name = (entry.space.label, entry.key)
         self.index.drop(entry)
         self.turns.take_now(name)

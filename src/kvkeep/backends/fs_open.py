@@ -7,6 +7,7 @@ L2 that no other server has. A root that was open before is taken back only when
 import contextlib
 import errno
 import os
+import stat
 from pathlib import Path
 
 import msgspec
@@ -72,9 +73,15 @@ def _opened(root: Path) -> Place:
         if not root.is_dir():
             with contextlib.suppress(FileExistsError):
                 os.mkdir(root, DIRECTORY_MODE)
-        return Place(root, os.open(root, os.O_RDONLY | os.O_DIRECTORY))
+        place = Place(root, os.open(root, os.O_RDONLY | os.O_DIRECTORY))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise _cannot_be_made(root) from error
+    if os.fstat(place.fd).st_mode & stat.S_IWOTH:
+        raise BackendError(
+            f"{root} may be written by everybody, who could put KV of theirs in it: "
+            f"chmod o-w {root}"
+        )
+    return place
 
 
 def _opened_again(root: Path, before: Place) -> Place:

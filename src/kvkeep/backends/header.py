@@ -5,6 +5,8 @@ with a checksum of itself: no byte of it can change unseen. Whoever reads an obj
 page with what it asked for; a file that was cut, moved, mixed up or written for another layout is
 told apart here and named by one word. The magic, the version and the place of the page's own
 checksum stay where they are in later versions, so that an older kvkeep recognises a newer page.
+The page of an encrypted object also says how it is sealed; its checksum is then the seal's tag, so
+that nothing on the disk follows from the content alone.
 """
 
 import re
@@ -21,7 +23,11 @@ from kvkeep.types import HASH_BYTES, ChunkHash, Fingerprint, IoOutcome, Namespac
 MAGIC = b"kvkeepL2"
 VERSION = 1
 CODEC_PLAIN = 0
+CODEC_SEALED = 1  # AES-256-GCM, see encrypted.py
 CHECKSUM_BYTES = 16
+NONCE_BYTES = 12
+KEY_CHECK_BYTES = 8
+KEY_ID_BYTES = 32
 MODEL_MAX_BYTES = 512
 LABEL_DIGITS = 32
 SALT_DIGITS = 16
@@ -32,6 +38,10 @@ _SEALED = HEADER_BYTES - CHECKSUM_BYTES
 # magic, version, codec, world, rank, group, depth | length, created | checksum, fingerprint,
 # chunk, has salt, salt digest, model size; the model's name follows, then zeros.
 _FIELDS = struct.Struct("<8sHHIIII Qd 16s32s32sB32sH")
+_GUARD_AT = struct.calcsize("<8sHHIIII Qd")
+# nonce, key check, key id: just before the page's checksum, zeros for a plain object.
+_SEAL = struct.Struct(f"<{NONCE_BYTES}s{KEY_CHECK_BYTES}s{KEY_ID_BYTES}s")
+_SEAL_AT = _SEALED - _SEAL.size
 _NUMBER = "(0|[1-9][0-9]{0,9})"
 _STEM = re.compile(rf"([0-9a-f]{{{2 * HASH_BYTES}}})\.{_NUMBER}-{_NUMBER}\.{_NUMBER}")
 
@@ -48,16 +58,35 @@ class HeaderProblem(StrEnum):
     TRUNCATED = "truncated"
     TOO_LONG = "too_long"
     PAYLOAD_CHECKSUM = "payload_checksum"
+    TAG = "tag"  # it does not decrypt: other bytes, another key of this name, or another place
+    NO_KEY = "no_key"  # encrypted under a key that this server does not have
+    NOT_ENCRYPTED = "not_encrypted"  # and this server takes nothing else
 
     @property
     def outcome(self) -> IoOutcome:
         """What the reader answers: sound bytes of another layout are no corruption."""
+        if self.unreadable:
+            return IoOutcome.MISSING
         return IoOutcome.LAYOUT_MISMATCH if self in _OF_ANOTHER_LAYOUT else IoOutcome.CORRUPT
+
+    @property
+    def unreadable(self) -> bool:
+        """Nothing is wrong with the object, only we cannot use it: it is a miss, and stays."""
+        return self in (HeaderProblem.NO_KEY, HeaderProblem.NOT_ENCRYPTED)
 
 
 _OF_ANOTHER_LAYOUT = frozenset(
     (HeaderProblem.VERSION, HeaderProblem.OTHER_FINGERPRINT, HeaderProblem.OTHER_LENGTH)
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """How an object is encrypted."""
+
+    nonce: bytes
+    key_check: bytes  # tells the key itself, whatever its name
+    key_id: str  # for people
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +97,11 @@ class Header:
     salt_digest: bytes | None  # None: no salt, which is not the empty salt
     key: ObjectKey
     length: int  # payload bytes
-    checksum: bytes  # xxh3_128 of the payload
+    checksum: bytes  # xxh3_128 of the payload; of a sealed object, its tag
     depth: int = 0
     model: str = ""
     created_s: float = 0.0  # wall clock
-    codec: int = CODEC_PLAIN
+    seal: Seal | None = None
 
     @property
     def label(self) -> str:
@@ -110,7 +139,7 @@ def encode(page: memoryview, header: Header) -> None:
     fields = _FIELDS.pack(
         MAGIC,
         VERSION,
-        header.codec,
+        CODEC_PLAIN if header.seal is None else CODEC_SEALED,
         header.key.world,
         header.key.rank,
         header.key.group,
@@ -125,6 +154,9 @@ def encode(page: memoryview, header: Header) -> None:
         len(model),
     )
     page[:_SEALED] = (fields + model).ljust(_SEALED, b"\0")
+    if header.seal is not None:
+        seal = header.seal
+        _SEAL.pack_into(page, _SEAL_AT, seal.nonce, seal.key_check, seal.key_id.encode())
     page[_SEALED:] = xxh3_128_digest(page[:_SEALED])
 
 
@@ -137,7 +169,7 @@ def decode(page: memoryview) -> Header | HeaderProblem:
     if page[_SEALED:HEADER_BYTES] != xxh3_128_digest(page[:_SEALED]):
         return HeaderProblem.HEADER_CHECKSUM
     _, version, codec, world, rank, group, *rest = _FIELDS.unpack_from(page)
-    if version != VERSION or codec != CODEC_PLAIN:
+    if version != VERSION or codec not in (CODEC_PLAIN, CODEC_SEALED):
         return HeaderProblem.VERSION
     depth, length, created_s, guard, fingerprint, chunk, salted, salt, model_size = rest
     model = page[_FIELDS.size : _FIELDS.size + min(model_size, MODEL_MAX_BYTES)]
@@ -150,8 +182,19 @@ def decode(page: memoryview) -> Header | HeaderProblem:
         depth=depth,
         model=bytes(model).decode("utf-8", "replace"),
         created_s=created_s,
-        codec=codec,
+        seal=_seal(page) if codec == CODEC_SEALED else None,
     )
+
+
+def associated(page: memoryview) -> bytes:
+    """What a seal vouches for besides the payload: the whole page but its tag and its checksum."""
+    start, end = _GUARD_AT, _GUARD_AT + CHECKSUM_BYTES
+    return b"".join((page[:start], bytes(CHECKSUM_BYTES), page[end:_SEALED]))
+
+
+def _seal(page: memoryview) -> Seal:
+    nonce, key_check, key_id = _SEAL.unpack_from(page, _SEAL_AT)
+    return Seal(nonce, key_check, key_id.rstrip(b"\0").decode("ascii", "replace"))
 
 
 def verdict(

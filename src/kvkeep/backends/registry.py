@@ -13,9 +13,11 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from kvkeep.backends.base import ENTRY_POINTS, Backend
-from kvkeep.backends.checked import Offload, Store
+from kvkeep.backends.base import ENTRY_POINTS, Backend, Buffered, Tenanted
+from kvkeep.backends.checked import Store
+from kvkeep.backends.encrypted import Sealer
 from kvkeep.backends.guarded import Guarded, GuardSettings, Log
+from kvkeep.backends.jobs import Offload
 from kvkeep.backends.measured import Measured
 from kvkeep.errors import ConfigError
 from kvkeep.limits import parse_bytes
@@ -124,14 +126,29 @@ class BackendUrl:
 
 
 def stores(
-    text: str, *, settings: GuardSettings, log: Log, offload: Offload | None = None
+    text: str,
+    *,
+    settings: GuardSettings,
+    log: Log,
+    offload: Offload | None = None,
+    sealer: Callable[[], Sealer] | None = None,
 ) -> list[Store]:
     """One store for each URL, in order; the list is separated by spaces or commas.
 
-    Nothing is opened. Raises ConfigError, which names the URL and the fix.
+    `sealer` makes what encrypts, one for each. Nothing is opened. Raises ConfigError, which names
+    the URL and the fix.
     """
     backends = [backend(url) for url in parse(text)]
-    return [compose(raw, settings=settings, log=log, offload=offload) for raw in backends]
+    return [
+        compose(
+            raw,
+            settings=settings,
+            log=log,
+            offload=offload,
+            sealer=None if sealer is None else sealer(),
+        )
+        for raw in backends
+    ]
 
 
 def parse(text: str) -> list[BackendUrl]:
@@ -170,11 +187,15 @@ def compose(
     settings: GuardSettings,
     log: Log,
     offload: Offload | None = None,
+    sealer: Sealer | None = None,
     wall: Callable[[], float] = time.time,
 ) -> Store:
     """The backend with deadlines, breaker, counts and checks around it, ready for the server."""
     guard = Guarded(raw, settings=settings, log=log)
-    return Store(Measured(guard), guard=guard, offload=offload, wall=wall, log=log)
+    store = Store(Measured(guard), guard=guard, sealer=sealer, offload=offload, wall=wall, log=log)
+    store.tenanted = raw if isinstance(raw, Tenanted) else None
+    store.backend_bytes = raw.buffer_bytes if isinstance(raw, Buffered) else 0
+    return store
 
 
 def _factory(url: BackendUrl) -> Callable[[BackendUrl], Any]:

@@ -4,7 +4,8 @@ The store is the server's: checksums, deadlines, counting, into and out of a sha
 arena. The reference writes and reads the same bytes as plain files, with O_DIRECT where the disk
 allows it, with the same number of threads, out of and into plain memory; neither side syncs. The
 two take turns within each round, in changing order, and each round's keys lead to other bytes than
-the round before. Reported are medians.
+the round before. Reported are medians. With `encrypted`, the store encrypts under a key of its own,
+and the reference stays plain: the difference to a run without is the price.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
@@ -27,8 +29,10 @@ from xxhash import xxh3_128_digest
 
 from kvkeep.backends.base import PAGE_BYTES
 from kvkeep.backends.checked import Store, Wanted
+from kvkeep.backends.encrypted import BUFFER_BYTES, Sealer
 from kvkeep.backends.fs import READERS, WRITERS
 from kvkeep.backends.guarded import GuardSettings
+from kvkeep.backends.keyring import SECRET_BYTES, Key, Keyring
 from kvkeep.backends.registry import BackendUrl, stores
 from kvkeep.bench.session import BenchFailed
 from kvkeep.types import ChunkHash, Fingerprint, IoOutcome, Namespace, ObjectKey
@@ -47,11 +51,21 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Amounts:
+    """How much is moved, and how often."""
+
+    objects: int = OBJECTS
+    object_bytes: int = OBJECT_BYTES
+    rounds: int = ROUNDS
+
+
+@dataclass(frozen=True, slots=True)
 class _Plan:
     objects: int
     object_bytes: int
     readers: int
     writers: int
+    encrypted: bool
 
     @property
     def total_bytes(self) -> int:
@@ -67,12 +81,7 @@ class _Plan:
 
 
 def run(
-    where: str,
-    *,
-    objects: int = OBJECTS,
-    object_bytes: int = OBJECT_BYTES,
-    rounds: int = ROUNDS,
-    progress: Say,
+    where: str, amounts: Amounts | None = None, *, encrypted: bool = False, progress: Say
 ) -> dict[str, Any]:
     """Measure the `fs` backend in a scratch directory below `where`, a directory or an fs URL.
 
@@ -81,13 +90,18 @@ def run(
     url = BackendUrl(where if "://" in where else f"fs://{quote(str(Path(where).absolute()))}")
     if url.scheme != "fs":
         raise BenchFailed(f"bench backend measures fs, not {url.scheme}: name a directory")
-    if min(objects, object_bytes, rounds) < 1:
+    amounts = amounts or Amounts()
+    if min(amounts.objects, amounts.object_bytes, amounts.rounds) < 1:
         raise BenchFailed("objects, their bytes and rounds must each be at least 1")
     plan = _Plan(
-        objects, object_bytes, url.number("readers", READERS), url.number("writers", WRITERS)
+        amounts.objects,
+        amounts.object_bytes,
+        url.number("readers", READERS),
+        url.number("writers", WRITERS),
+        encrypted,
     )
     with _scratch(Path(url.path), plan) as scratch:
-        return asyncio.run(_measure(url, scratch, plan, rounds=rounds, say=progress))
+        return asyncio.run(_measure(url, scratch, plan, rounds=amounts.rounds, say=progress))
 
 
 @contextlib.contextmanager
@@ -115,7 +129,12 @@ def _store(url: BackendUrl, scratch: Path, plan: _Plan) -> Store:
     query = urlsplit(url.public).query
     text = f"fs://{quote(str(scratch / 'l2'))}?{query or f'capacity={capacity_bytes}'}"
     settings = GuardSettings(get_timeout_s=_NO_DEADLINE_S, put_timeout_s=_NO_DEADLINE_S)
-    [store] = stores(text, settings=settings, log=lambda event, **fields: None)
+    sealer: Callable[[], Sealer] | None = None
+    if plan.encrypted:
+        buffer_bytes = max(BUFFER_BYTES, 2 * plan.writers * plan.stride_bytes)
+        keyring = Keyring([Key("bench", secrets.token_bytes(SECRET_BYTES))])
+        sealer = partial(Sealer, keyring, buffer_bytes=buffer_bytes)
+    [store] = stores(text, settings=settings, log=lambda event, **fields: None, sealer=sealer)
     return store
 
 
@@ -276,7 +295,7 @@ def _report(plan: _Plan, times: dict[str, list[float]], *, verified: bool) -> di
     gbps = {
         name: plan.total_bytes / statistics.median(values) / 1e9 for name, values in times.items()
     }
-    return {
+    return ({"encrypted": True} if plan.encrypted else {}) | {
         "backend": "fs",
         "objects": plan.objects,
         "object_bytes": plan.object_bytes,

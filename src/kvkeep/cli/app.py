@@ -5,7 +5,10 @@ from typing import Annotated, Any
 import typer
 
 from kvkeep import __version__
-from kvkeep.cli import measure
+from kvkeep.cli import endure, measure
+from kvkeep.cli.fuzz import fuzz
+from kvkeep.cli.l2_key import l2_key
+from kvkeep.cli.quota import quota
 from kvkeep.cli.settings import ConfigFile, Json, Sets, Socket, load, print_json, socket_path
 
 app = typer.Typer(
@@ -17,7 +20,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(measure.bench, name="bench")
+app.add_typer(l2_key, name="l2-key")
+app.add_typer(quota, name="quota")
 app.command()(measure.simulate)
+app.command()(endure.chaos)
+app.command()(endure.soak)
+app.command()(fuzz)
 app.command()(measure.demo)
 
 
@@ -182,12 +190,15 @@ def verify(
     quarantine: Annotated[
         bool, typer.Option("--quarantine", help="Move what is broken aside.")
     ] = False,
+    key_file: Annotated[
+        str, typer.Option(metavar="FILE", help="l2.key_file, to check encrypted objects too.")
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Read every object of an L2 and check it; also beside a running server."""
     from kvkeep.cli.verify import run
 
-    raise typer.Exit(run(place, quarantine=quarantine, as_json=as_json))
+    raise typer.Exit(run(place, quarantine=quarantine, key_file=key_file, as_json=as_json))
 
 
 @app.command("config")

@@ -37,7 +37,7 @@ from kvkeep.cli.demo_report import (
 from kvkeep.cli.operator import ask
 from kvkeep.connectors.vllm.settings import DEFAULT_CHUNK_TOKENS
 from kvkeep.errors import ConfigError, KVKeepError
-from kvkeep.limits import parse_l1_size
+from kvkeep.limits import parse_amount
 
 ANSWER_TOKENS = 32
 MAX_MODEL_LEN = 8_192
@@ -67,7 +67,7 @@ def run_demo(
     if not json_path.absolute().parent.is_dir():
         raise CannotWrite(f"{json_path.absolute().parent} is no folder: --json FILE needs one")
     try:
-        parse_l1_size(l1_size)
+        parse_amount(l1_size)
     except ValueError as error:
         raise ConfigError(f"--l1-size {l1_size!r} is refused: {error}") from None
     source, text = read_document(document)

@@ -77,15 +77,19 @@ def bench_backend(
         int, typer.Option(min=1, help="Size of each; default: a chunk of SmolLM2-135M.")
     ] = 5_898_240,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; medians are kept.")] = 5,
+    encrypted: Annotated[
+        bool, typer.Option("--encrypted", help="Encrypt; the plain files stay plain.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Put and get through an L2 backend, against plain files on the same disk."""
-    from kvkeep.bench.backend import run
+    from kvkeep.bench.backend import Amounts, run
 
     if name != "fs":
         raise typer.BadParameter(f"{name}: known are fs")
     with progress() as say:
-        report = run(place, objects=objects, object_bytes=object_bytes, rounds=rounds, progress=say)
+        amounts = Amounts(objects, object_bytes, rounds)
+        report = run(place, amounts, encrypted=encrypted, progress=say)
     if as_json:
         print_json(report)
     else:
@@ -93,6 +97,24 @@ def bench_backend(
 
         show_backend_bench(report)
     raise typer.Exit(0 if report["verified"] else 1)
+
+
+@bench.command("index")
+def bench_index(
+    chunks: Annotated[int, typer.Option(min=1_000, help="Resident chunks.")] = 1_000_000,
+    as_json: Json = False,
+) -> None:
+    """What a resident chunk costs the server in memory, and how long its calls take among many."""
+    from kvkeep.bench.index import run
+
+    with progress() as say:
+        report = run(chunks, say)
+    if as_json:
+        print_json(report)
+    else:
+        from kvkeep.cli.show import show_index_bench
+
+        show_index_bench(report)
 
 
 def simulate(

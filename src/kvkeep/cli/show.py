@@ -48,7 +48,13 @@ def show_status(status: dict[str, Any]) -> None:
         _row(table, name, format_bytes(size_bytes), share, meaning)
     _print(table)
     _print(_text(f"{l1['objects']} objects, {status['leases']} leases open"))
+    if memory := status.get("memory"):
+        most, limit = (format_bytes(memory[name]) for name in ("total_bytes", "limit_bytes"))
+        _print(_text(f"memory: at most {most} in all, of {limit} ({memory['limit_source']})"))
     _print(_sessions(status["sessions"]))
+    more = status.get("session_count", 0) - len(status["sessions"])
+    if more > 0:
+        _print(_text(f"and {more} more sessions"))
     if status["l2"]:
         _print(_stores(status["l2"]))
         _print(_text(_under_way(status["transfers"])))
@@ -167,6 +173,50 @@ def show_cleared(answer: dict[str, Any]) -> None:
     _print(_text(text))
 
 
+def show_quotas(answer: dict[str, Any]) -> None:
+    """Every tenant, in each tier: what it has of what it may have."""
+    table = _table("salt", "digest", "tier", "used>", "of>", "limit", "evicted>", "refused>")
+    for row in answer["tenants"]:
+        _quota_rows(table, row)
+    _print(table)
+    default = answer["default"]
+    _print(_text(f"by default: {default['l1']} of L1, {default['l2']} of each L2 backend"))
+    without = [store["name"] for store in answer["backends"] if not store["keeps_quotas"]]
+    if without:
+        _print(_text(f"no quotas in {', '.join(without)}: this kind of L2 keeps none"))
+    if answer["left_out"]:
+        _print(_text(f"{answer['left_out']} tenants that have less are not shown"))
+    if not answer["file"]:
+        _print(_text("limits end with the server: quota.file is not set"))
+
+
+def show_ordered(answer: dict[str, Any]) -> None:
+    """The tenant's limits as they are now, and whether they stay."""
+    table = _table("salt", "digest", "tier", "used>", "of>", "limit", "evicted>", "refused>")
+    _quota_rows(table, answer["tenant"])
+    _print(table)
+    kept = f"kept in {answer['file']}" if answer["kept"] else "not kept: set quota.file"
+    _print(_text(f"applied, {kept}"))
+
+
+def _quota_rows(table: Table, row: dict[str, Any]) -> None:
+    name = {None: "?", "": "(no salt)"}.get(row["salt"], row["salt"])
+    tiers = [("L1", row["l1"])] + [(f"L2 {tier['backend']}", tier) for tier in row["l2"]]
+    for number, (tier, has) in enumerate(tiers):
+        most_bytes = has["limit_bytes"]
+        _row(
+            table,
+            "" if number else str(name),
+            "" if number else row["tenant"],
+            tier,
+            format_bytes(has["used_bytes"]),
+            "?" if most_bytes is None else format_bytes(most_bytes),
+            has["limit"] if has["from"] == "own" else f"{has['limit']} by default",
+            str(has["evicted"]),
+            str(has["refused"]),
+        )
+
+
 def show_config(found: Sequence[dict[str, Any]]) -> None:
     """Key, value, source."""
     table = _table("key", "value", "source")
@@ -246,6 +296,19 @@ def show_backend_bench(report: dict[str, Any]) -> None:
     _print(_text("every byte came back" if report["verified"] else "BYTES DIFFER"))
 
 
+def show_index_bench(report: dict[str, Any]) -> None:
+    """Bytes of an entry, a lookup among few and among many, the longest call of each kind."""
+    _print(_text(f"{report['chunks']} chunks, {report['bytes_per_entry']:.0f} bytes each"))
+    table = _table("chunks>", "lookup of 128, us>")
+    for chunks, microseconds in report["lookup_128_us"].items():
+        _row(table, chunks, f"{microseconds:.0f}")
+    _print(table)
+    table = _table("call", "longest ms>")
+    for name, milliseconds in report["longest_call_ms"].items():
+        _row(table, name, f"{milliseconds:.2f}")
+    _print(table)
+
+
 def show_simulation(report: dict[str, Any]) -> None:
     """How many events held every invariant, and where one did not."""
     pairs = len(report["coverage"])
@@ -255,6 +318,9 @@ def show_simulation(report: dict[str, Any]) -> None:
             f"event, {len(report['failures'])} failures, digest {report['digest']}"
         )
     )
+    known = len(report["coverage"]) + len(report["faults"]) - len(report["impossible"])
+    met = f"{known - len(report['never'])} of {known} pairs and kinds of fault were met"
+    _print(_text(f"{met}; not: {', '.join(report['never'])}" if report["never"] else met))
     if report["failures"]:
         table = _table("seed>", "step>", "what")
         for row in report["failures"]:

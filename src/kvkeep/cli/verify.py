@@ -1,9 +1,10 @@
 """`kvkeep verify`: reads every object of an `fs` L2 and says which are not what they claim to be.
 
 Takes no lock and needs no server: it can run beside one. Each file is compared with its own name
-and place, its own header and its checksum. An object that leaves while the scrub looks at it is
-no error. With `quarantine`, broken ones are set aside; a running server notices by itself. One that
-cannot be set aside ends nothing: the report names it.
+and place, its own header and its checksum. An encrypted object needs its key for that: without it
+only its header is looked at, and it is counted as unchecked. An object that leaves while the scrub
+looks at it is no error. With `quarantine`, broken ones are set aside; a running server notices by
+itself. One that cannot be set aside ends nothing: the report names it.
 """
 
 import mmap
@@ -18,10 +19,11 @@ from urllib.parse import quote
 
 from kvkeep.backends import registry
 from kvkeep.backends.base import ABSENT, HEADER_BYTES, PAGE_BYTES
+from kvkeep.backends.encrypted import BUFFER_BYTES, Sealer, sealers
 from kvkeep.backends.fs_files import Direct, Files, set_aside
 from kvkeep.backends.fs_place import IDENTITY, Place
 from kvkeep.backends.fs_scan import Found, listing, object_path, shards
-from kvkeep.backends.header import HeaderProblem, checksum, decode, size_problem
+from kvkeep.backends.header import Header, HeaderProblem, associated, checksum, decode, size_problem
 from kvkeep.backends.registry import BackendUrl
 from kvkeep.cli.progress import progress
 from kvkeep.cli.settings import print_json
@@ -45,6 +47,7 @@ class Report:
     broken: list[dict[str, str]] = field(default_factory=list)
     not_moved: list[dict[str, str]] = field(default_factory=list)  # though it should have been
     foreign_files: int = 0
+    unchecked: int = 0  # encrypted, and the key is not here
     seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -56,14 +59,17 @@ class Report:
             "broken": self.broken,
             "not_moved": self.not_moved,
             "foreign_files": self.foreign_files,
+            "unchecked": self.unchecked,
             "seconds": round(self.seconds, 3),
         }
 
 
-def run(url_text: str, *, quarantine: bool = False, as_json: bool = False) -> int:
+def run(
+    url_text: str, *, quarantine: bool = False, key_file: str = "", as_json: bool = False
+) -> int:
     """The command: scrub with progress, print, and return the exit code. Raises KVKeepError."""
     with progress() as say:
-        report = scrub(url_text, quarantine=quarantine, say=say)
+        report = scrub(url_text, quarantine=quarantine, key_file=key_file, say=say)
     if as_json:
         print_json(report.as_dict())
     else:
@@ -71,17 +77,19 @@ def run(url_text: str, *, quarantine: bool = False, as_json: bool = False) -> in
     return 1 if report.broken else 0
 
 
-def scrub(url_text: str, *, quarantine: bool, say: Say) -> Report:
+def scrub(url_text: str, *, quarantine: bool, say: Say, key_file: str = "") -> Report:
     """Read all of the L2 at the URL, or in the plain directory. Raises KVKeepError.
 
     `quarantine` moves what is broken aside.
     """
     url = _url(url_text)
+    sealer = sealers(key_file, BUFFER_BYTES)
     place = _opened(Path(url.path))
     started = time.monotonic()
     report = Report(url.name)
     try:
-        _scrub(place, report, quarantine=quarantine, say=say)
+        scrubber = _Scrubber(place, None if sealer is None else sealer())
+        _scrub(scrubber, report, quarantine=quarantine, say=say)
     except OSError as error:
         raise BackendError(f"{place.root} cannot be read to its end: {error}") from error
     report.seconds = time.monotonic() - started
@@ -116,9 +124,10 @@ def _show(report: Report) -> None:
             console.print(table)
     foreign = f", {report.foreign_files} foreign files" if report.foreign_files else ""
     left = f", {len(report.not_moved)} could not be moved" if report.not_moved else ""
+    unchecked = f", {report.unchecked} not checked (no key for them)" if report.unchecked else ""
     console.print(
         f"{report.objects} objects, {format_bytes(report.bytes)} read in {report.seconds:.1f} s: "
-        f"{len(report.broken)} broken{left}{foreign}"
+        f"{len(report.broken)} broken{left}{unchecked}{foreign}"
     )
 
 
@@ -135,8 +144,8 @@ def _opened(root: Path) -> Place:
     return place
 
 
-def _scrub(place: Place, report: Report, *, quarantine: bool, say: Say) -> None:
-    scrubber = _Scrubber(place)
+def _scrub(scrubber: "_Scrubber", report: Report, *, quarantine: bool, say: Say) -> None:
+    place = scrubber.place
     folders, report.foreign_files = shards(place)
     for number, (label, shard) in enumerate(folders):
         listed = listing(place, label, shard)
@@ -149,7 +158,9 @@ def _scrub(place: Place, report: Report, *, quarantine: bool, say: Say) -> None:
                 continue
             report.objects += 1
             report.bytes += found.size
-            if why is not None:
+            if why == HeaderProblem.NO_KEY:
+                report.unchecked += 1
+            elif why is not None:
                 path = object_path(label, found.key)
                 report.broken.append({"path": path, "why": why})
                 if quarantine:
@@ -168,8 +179,9 @@ def _set_aside(place: Place, report: Report, path: str) -> None:
 class _Scrubber:
     """Reads one object at a time into the same memory."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, place: Place, sealer: Sealer | None) -> None:
+        self.place = place
+        self._sealer = sealer
         self._files = Files(Direct.AUTO)
         self._memory = memoryview(mmap.mmap(-1, _LEAST_BUFFER_BYTES))
 
@@ -180,7 +192,7 @@ class _Scrubber:
         size = ABSENT
         for _ in range(_LOOKS):
             header, payload = self._room_for(length)
-            size = self._files.read(self._place, path, (header, payload), length, value_ns=None)
+            size = self._files.read(self.place, path, (header, payload), length, value_ns=None)
             if size in (length, ABSENT):
                 break
             length = size  # replaced since it was listed
@@ -192,9 +204,20 @@ class _Scrubber:
         if page.key != found.key or page.label != label:
             return HeaderProblem.WRONG_KEY.value
         wrong = size_problem(page, size)
-        if wrong is None and (size != length or checksum(payload[:length]) != page.checksum):
+        if wrong is None and size != length:
             wrong = HeaderProblem.PAYLOAD_CHECKSUM
+        wrong = wrong or self._content_problem(page, associated(header), payload[:length])
         return None if wrong is None else wrong.value
+
+    def _content_problem(
+        self, page: Header, bound: bytes, payload: memoryview
+    ) -> HeaderProblem | None:
+        if page.seal is None:
+            right = checksum(payload) == page.checksum
+            return None if right else HeaderProblem.PAYLOAD_CHECKSUM
+        if self._sealer is None or self._sealer.problem(page) is not None:
+            return HeaderProblem.NO_KEY
+        return None if self._sealer.opens(page, bound, payload) else HeaderProblem.TAG
 
     def _room_for(self, length: int) -> tuple[memoryview, memoryview]:
         needed = HEADER_BYTES + -(-length // PAGE_BYTES) * PAGE_BYTES

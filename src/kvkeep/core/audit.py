@@ -63,15 +63,16 @@ def _reservations(d: Directory) -> None:
                 for slot, rank in zip(chunk.rows, session.row_ranks, strict=True):
                     readers[slot] += rank in lease.live_ranks
             assert not lease.ticket or lease.ticket in d.fetcher.tickets, "a lease nobody will see"
-        assert held == Counter(session.held)
+        assert held == Counter(session.held.counts())
         sizes = sum(chunk.size_bytes for chunk in held)
         assert sizes == session.reserved_bytes
     for job in d.persister.running.values():
         readers.update(job.chunk.rows)
-    for index, count in enumerate(d.slots.readers):
+    readers_of = d.slots.readers[: len(d.slots.state)]
+    for index, count in enumerate(readers_of):
         assert readers[SlotId(index)] == count, f"slot {index}: readers and leases differ"
         assert not count or d.slots.state[index] is SlotState.RESIDENT
-    reserved = sum(d.slots.size[s] for s, n in enumerate(d.slots.readers) if n)
+    reserved = sum(d.slots.size[s] for s, n in enumerate(readers_of) if n)
     assert reserved == d.slots.reserved_bytes
 
 
@@ -107,6 +108,7 @@ def _tree(d: Directory) -> None:
     """5, 8: resident chunks own their slots, children counts and per-salt usage are exact."""
     chunks = [*d.residents.index.values(), *d.residents.unlinked]
     owned = Counter(slot for chunk in chunks for slot in chunk.rows)
+    assert d.residents.objects == sum(len(chunk.rows) for chunk in d.residents.index.values())
     usage: Counter[str | None] = Counter()
     children = Counter(chunk.parent for chunk in d.residents.index.values())
     children.update(w.parent for s in d.sessions.values() for w in s.writes_open.values())
@@ -114,10 +116,20 @@ def _tree(d: Directory) -> None:
         usage[chunk.salt] += chunk.size_bytes
         if chunk.linked:
             assert chunk.children == children.pop(chunk.hash, 0), "children of a chunk"
+            assert not (chunk.queued and chunk.children), "a parent would go before its children"
+            could_go = chunk.children == 0 and d.residents.idle(chunk)
+            assert chunk.queued or not could_go, "a chunk that could be evicted never comes up"
         else:
             assert not d.residents.idle(chunk), "an unlinked chunk without readers is not freed"
-    assert children == Counter(d.residents.absent), "children of absent chunks"
+    assert children == Counter(dict(d.residents.absent)), "children of absent chunks"
     assert usage == Counter(d.residents.usage_bytes)
+    staged: Counter[str | None] = Counter()
+    for session in d.sessions.values():
+        for lease in session.writes_open.values():
+            staged[lease.space.salt] += session.chunk_bytes
+    for fetch in d.fetcher.flights.fetches.values():
+        staged[fetch.space.salt] += fetch.size_bytes
+    assert staged == d.quotas.staged_bytes, "staged bytes of a tenant"
     for slot, state in enumerate(d.slots.state):
         assert owned[SlotId(slot)] == (state is SlotState.RESIDENT), f"slot {slot} resident once"
 
@@ -150,5 +162,8 @@ def _transfers(d: Directory) -> None:
         for chunk_hash, count in session.wanted.items():
             assert wanted.pop((session.id, chunk_hash)) == count
     assert not wanted
-    queued = [job for queue in d.persister.queues for job in queue]
+    queued = [job for queue in d.persister.queues for job in queue.values()]
     assert d.persister.queued_bytes == sum(job.chunk.size_bytes for job in queued)
+    assert all(job.chunk.linked for job in queued), "queued, and not in L1 any more"
+    nowhere = sum(not chunk.stored for chunk in d.residents.index.values())
+    assert d.persister.missing() == nowhere, "chunks that no backend has"

@@ -18,10 +18,14 @@ from kvkeep.core.leases import Peer, ReadLease, Session
 from kvkeep.core.lookup import Finder
 from kvkeep.core.membership import Membership
 from kvkeep.core.persisting import Persister
+from kvkeep.core.pressure import Pressure
+from kvkeep.core.quota import EVERYTHING, Quotas
 from kvkeep.core.resident import Residents
 from kvkeep.core.slots import Generations, SlotTable
 from kvkeep.core.staging import Stager
+from kvkeep.core.sweeping import Sweeper
 from kvkeep.types import (
+    Amount,
     ChunkHash,
     LeaseId,
     Reason,
@@ -48,9 +52,12 @@ class Limits(msgspec.Struct, frozen=True):
     fetches_per_backend: int = 8
     persists_per_backend: int = 4
     persist_queue_bytes: int = 1 << 30
+    persist_queue_chunks: int = 1 << 15
     persist_tries: int = 5
+    end_reads_chunks: int = 1 << 62  # of reads that end at once when somebody leaves
     low_water_fraction: float = 0.2  # of L1: with less free, write_back writes ahead
     store_policy: StorePolicy = StorePolicy.WRITE_THROUGH
+    default_quota: Amount = EVERYTHING  # of L1, for a tenant without a limit of its own
 
 
 class Directory:
@@ -65,7 +72,7 @@ class Directory:
         policy: EvictionPolicy | None = None,
     ) -> None:
         self.limits = limits or Limits()
-        self.arena = Arena()
+        self.arena = Arena(most_taken=len(generations))
         self.slots = SlotTable(self.arena, generations)
         self.residents = Residents(self.slots, policy or PrefixLRU(), self._evicted)
         self.sessions: dict[str, Session] = {}
@@ -76,14 +83,19 @@ class Directory:
         self.layouts: dict[tuple[RowSpec, ...], tuple[RowSpec, ...]] = {}  # interned
         self.objects: dict[tuple[RowSpec, ...], ev.ObjectRows] = {}  # of each layout
         self.new_id = new_id
+        self.sweeper = Sweeper(self)
+        self.quotas = Quotas(self, self.limits.default_quota)
         self.stager = Stager(self)
         self.fetcher = Fetcher(self)
         self.persister = Persister(self)
         self.finder = Finder(self)
-        self._membership = Membership(self)
+        self.pressure = Pressure(self)
+        self.membership = Membership(self)
 
     def handle(self, event: ev.Event, now_s: float) -> tuple[ev.Reply, list[ev.Effect]]:
         """Apply one event. A refused event changes nothing."""
+        if self.sweeper.active:
+            self.sweeper.meet(event)
         reply = self._apply(event, now_s)
         if self.fetcher.queued and not isinstance(event, ev.Probed | ev.Lookup):
             self.fetcher.pump()  # something may have become free
@@ -91,6 +103,11 @@ class Directory:
             self.persister.pump(now_s)
         effects, self.effects = self.effects, []
         return reply, effects
+
+    @property
+    def busy(self) -> bool:
+        """Something is sliced that the next Sweep carries on."""
+        return self.sweeper.busy or self.persister.walks
 
     def _apply(self, event: ev.Event, now_s: float) -> ev.Reply:
         match event:
@@ -107,20 +124,28 @@ class Directory:
             case ev.Drop():
                 return self._drop(event)
             case ev.Join():
-                return self._membership.join(event, now_s)
+                return self.membership.join(event, now_s)
             case ev.PeerClosed():
-                return self._membership.closed(event.peer, now_s)
+                return self.membership.closed(event.peer, now_s)
             case ev.PeerGone():
-                return self._membership.gone(event.peer, now_s=now_s, confirmed=event.confirmed)
+                return self.membership.gone(event.peer, now_s=now_s, confirmed=event.confirmed)
             case ev.Revoke():
                 return self._revoke(event.lease)
+            case ev.Relieve():
+                return self.pressure.relieve(event)
             case ev.Clear():
-                return self._clear(force=event.force)
+                self.fetcher.flights.doom()
+                return self.sweeper.order(None, force=event.force, sliced=event.sliced)
             case ev.Forget():
                 return self._forget(event)
+            case ev.Sweep():
+                self.persister.walk(self.sweeper.sweep(event.budget))
+                return ev.Done(self.busy)
             case ev.Grown():
                 self.arena.grow(event.populated_bytes)
                 return ev.Done(1)
+            case ev.SetQuota():
+                return self.quotas.set(event)
             case ev.Tick():
                 return self._tick(now_s)
             case _:
@@ -152,7 +177,7 @@ class Directory:
             case ev.Persisted():
                 return self.persister.persisted(event, now_s)
             case ev.Drain():
-                self.persister.drain()
+                self.persister.drain(sliced=event.sliced)
                 return ev.Done(1)
 
     def chunks_to_reserve(self, session: Session) -> int:
@@ -201,17 +226,22 @@ class Directory:
         for session in self.sessions.values():
             lease = session.reads_open.get(lease_id)
             if lease is not None and session.recompute:
-                for rank in list(lease.live_ranks):
-                    self.end_part(session, lease, rank)
-                self.counters["revoked"] += 1
-                self.effects.append(ev.LeaseRevoked(session.id, lease_id))
+                self.revoke(session, lease)
                 return ev.Done(1)
         return ev.Done(0)
+
+    def revoke(self, session: Session, lease: ReadLease) -> None:
+        """End a read; its session recomputes what it was reading."""
+        for rank in list(lease.live_ranks):
+            self.end_part(session, lease, rank)
+        self.counters["revoked"] += 1
+        self.effects.append(ev.LeaseRevoked(session.id, lease.id))
 
     # ---- leaving L1
 
     def _evicted(self, chunk: Chunk) -> None:
         self.persister.lost(chunk)
+        self.sweeper.gone(chunk)
 
     def _drop(self, event: ev.Drop) -> ev.Reply:
         dropped = 0
@@ -222,25 +252,15 @@ class Directory:
             if chunk is None:
                 continue
             self.residents.unlink(chunk, Reason.CORRUPT)
+            self.persister.left(chunk)
             self.persister.doom(chunk_hash)
+            self.sweeper.gone(chunk)
             if self.limits.backends:  # else every retry would fetch it again
                 objects = self.objects[chunk.specs]
                 self.effects.append(ev.Discard(chunk.space, objects, chunk_hash, True))
             dropped += 1
         self.counters["dropped"] += dropped
         return ev.Done(dropped)
-
-    def _clear(self, *, force: bool) -> ev.Reply:
-        if force:
-            for session in list(self.sessions.values()):
-                for lease_id in list(session.reads_open):
-                    self._revoke(lease_id)
-        chunks = list(self.residents.index.values())
-        for chunk in chunks:
-            self.residents.unlink(chunk, Reason.EVICTED)
-        self.fetcher.flights.doom()
-        self.counters["cleared"] += len(chunks)
-        return ev.Done(len(chunks))
 
     def _forget(self, event: ev.Forget) -> ev.Reply:
         """A layout's objects are wrong from now on (new weights, an operator's order)."""
@@ -254,23 +274,16 @@ class Directory:
             if other.fingerprint == space.fingerprint:
                 for lease in other.writes_open.values():
                     lease.doomed = True
-        old = [
-            chunk
-            for chunk in self.residents.index.values()
-            if chunk.space.fingerprint == space.fingerprint
-        ]
-        for chunk in old:
-            self.residents.unlink(chunk, Reason.EVICTED)
         if self.limits.backends:
             self.effects.append(ev.ForgetStored(space))
-        self.counters["forgotten"] += len(old)
-        return ev.Done(len(old))
+        return self.sweeper.order(space.fingerprint, force=False, sliced=event.sliced)
 
     def _tick(self, now_s: float) -> ev.Reply:
         freed = 0
         while self.quarantine and self.quarantine[0][0] <= now_s:
             self.slots.move(self.quarantine.popleft()[1], SlotState.FREE)
             freed += 1
+        self.quotas.tick()
         self.persister.tick(now_s)
         return ev.Done(freed)
 

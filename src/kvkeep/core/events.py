@@ -7,6 +7,7 @@ Every event is a value; `now_s` is a monotonic time given by the caller. Hash li
 import msgspec
 
 from kvkeep.types import (
+    Amount,
     ChunkHash,
     CommitOutcome,
     EndOutcome,
@@ -132,13 +133,22 @@ class Persisted(_Value, frozen=True):
 
 
 class Drain(_Value, frozen=True):
-    """What L2 does not have yet is to be persisted, whatever the policy."""
+    """What L2 does not have yet is to be persisted, whatever the policy.
+
+    `sliced`: chunks are looked at, and queued, by Sweep events, as the queue has room.
+    """
+
+    sliced: bool = False
 
 
 class Forget(_Value, frozen=True):
-    """Nobody may find anything of this session's layout any more, in L1 or L2."""
+    """Nobody may find anything of this session's layout any more, in L1 or L2.
+
+    `sliced`: its chunks leave L1 by and by, with Sweep events; nobody finds them from now on.
+    """
 
     session: str
+    sliced: bool = False
 
 
 class End(_Value, frozen=True):
@@ -190,15 +200,38 @@ class Drop(_Value, frozen=True):
 
 
 class Revoke(_Value, frozen=True):
-    """End a read lease against its reader's will (operator, later memory pressure)."""
+    """End a read lease against its reader's will (an operator's order)."""
 
     lease: LeaseId
 
 
+class Relieve(_Value, frozen=True):
+    """Somebody lacks memory: end reads that may end for that. `stopped`: sessions that hang."""
+
+    stopped: frozenset[str] = frozenset()
+
+
 class Clear(_Value, frozen=True):
-    """Make every resident chunk unfindable; `force` also revokes what is being read."""
+    """Make every resident chunk unfindable; `force` also revokes what is being read.
+
+    `sliced`: they leave L1 by and by, with Sweep events; nobody finds them from now on.
+    """
 
     force: bool = False
+    sliced: bool = False
+
+
+class Sweep(_Value, frozen=True):
+    """Carry on with what is sliced, for about as long as looking at so many chunks takes."""
+
+    budget: int
+
+
+class SetQuota(_Value, frozen=True):
+    """A tenant may have so much of L1 from now on; None: what the default gives."""
+
+    salt: str | None
+    amount: Amount | None
 
 
 class Tick(_Value, frozen=True):
@@ -207,7 +240,8 @@ class Tick(_Value, frozen=True):
 
 Event = (
     Join | PeerClosed | PeerGone | Grown | Lookup | Cancel | Expire | Probed | Fetched | FetchLate
-    | End | Stage | Commit | Persisted | Abort | Drop | Revoke | Clear | Forget | Drain | Tick
+    | End | Stage | Commit | Persisted | Abort | Drop | Revoke | Relieve | Clear | Forget
+    | Drain | Sweep | SetQuota | Tick
 )  # fmt: skip
 
 # ---- replies
@@ -278,7 +312,13 @@ class Done(_Value, frozen=True):
     changed: int
 
 
-Reply = Joined | JoinRefused | Hit | Pending | Staged | Committed | Done
+class Sweeping(_Value, frozen=True):
+    """Answer to a sliced Clear or Forget: done when the effect Swept with this number comes."""
+
+    sweep: int
+
+
+Reply = Joined | JoinRefused | Hit | Pending | Staged | Committed | Done | Sweeping
 
 # ---- effects
 
@@ -378,5 +418,14 @@ class ChunkPersisted(_Value, frozen=True):
     outcome: IoOutcome
 
 
+class Swept(_Value, frozen=True):
+    """A sliced Clear or Forget is through; so many chunks left L1 for it."""
+
+    sweep: int
+    chunks: int
+
+
 IoEffect = Probe | Alarm | Fetch | Persist | Discard | ForgetStored
-Effect = SessionReady | SessionUnready | LeaseRevoked | Answered | ChunkPersisted | IoEffect
+Effect = (
+    SessionReady | SessionUnready | LeaseRevoked | Answered | ChunkPersisted | Swept | IoEffect
+)  # fmt: skip

@@ -28,6 +28,7 @@ class Fetcher:
         self.flights = Flights(directory)
         self.tickets: dict[TicketId, Ticket] = {}
         self.queued: OrderedDict[TicketId, Ticket] = OrderedDict()  # with something not begun
+        self.lacks_room: Ticket | None = None  # the oldest that waits for memory
 
     # ---- one lookup
 
@@ -48,6 +49,7 @@ class Fetcher:
             hashes,
             event.salt,
             event.near,
+            now_s,
             now_s + wait_s,
             places=[Place.UNKNOWN] * len(hashes),
         )
@@ -186,12 +188,14 @@ class Fetcher:
 
     def pump(self) -> None:
         """Begin what is wanted and fits, oldest lookup first."""
+        self.lacks_room = None
         for ticket in list(self.queued.values()):
             room = self._begin_queued(ticket)
             if not ticket.queue:
                 self.queued.pop(ticket.id, None)
             self._finish_if_done(ticket)
             if not room:
+                self.lacks_room = ticket
                 break  # nobody overtakes: a large prefix must not starve
 
     def _begin_queued(self, ticket: Ticket) -> bool:
@@ -213,6 +217,10 @@ class Fetcher:
                 backend = self.flights.backend_for(holders, ticket.session.chunk_bytes)
                 if backend is None:
                     return True
+                if not d.quotas.admits(ticket.salt, ticket.session.chunk_bytes):
+                    d.quotas.refuse(ticket.salt)
+                    self._lose(ticket, position, Reason.OVER_QUOTA)
+                    continue
                 if not self.flights.start(ticket, position, backend):
                     return False
             if ticket.queue and ticket.queue[0] == position:
@@ -322,6 +330,7 @@ class Fetcher:
     def _finish(self, ticket: Ticket) -> None:
         """Hand the lease over with the common prefix of what it holds; give the rest back."""
         d, session, lease = self._d, ticket.session, ticket.lease
+        d.sweeper.touch(ticket.hashes)  # what is condemned is not part of the hit
         for position, chunk in ticket.chunks.items():
             if not chunk.linked:  # dropped or cleared while the rest was awaited
                 ticket.places[position] = Place.LOST
@@ -379,9 +388,9 @@ class Fetcher:
         """Nothing of this fingerprint may be found: neither what waits nor what is on its way."""
         for fetch in self.flights.fetches.values():
             fetch.doomed |= fetch.space.fingerprint == space.fingerprint
-        for session in self._d.sessions.values():
-            if session.fingerprint == space.fingerprint:
-                self._end_with(session, Reason.EVICTED)
+        mark = space.fingerprint
+        for ticket in [t for t in self.tickets.values() if t.session.fingerprint == mark]:
+            self._end_one(ticket, Reason.EVICTED)
 
     def _end_with(self, session: Session, reason: Reason) -> None:
         for ticket in [t for t in self.tickets.values() if t.session is session]:

@@ -176,5 +176,6 @@ class Flights:
 
     def _count(self, fetch: Fetching, way: int) -> None:
         self.staged_bytes += way * fetch.size_bytes
+        self._d.quotas.staged(fetch.space.salt, way * fetch.size_bytes)
         self._bytes_from[fetch.backend] += way * fetch.size_bytes
         self._number_from[fetch.backend] += way

@@ -25,6 +25,8 @@ from kvkeep.types import (
 
 NO_TICKET = TicketId(0)
 NO_FINGERPRINT = Fingerprint(b"")
+_SPACES_KEPT = 1_024
+_HELD_PARTS = 64
 
 
 @dataclass(slots=True)
@@ -71,6 +73,42 @@ class WriteLease:
     doomed: bool = False  # not to be published: its layout was forgotten meanwhile
 
 
+class Held:
+    """How many read leases of a session list each chunk; in parts, so that none grows for long."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self) -> None:
+        self._parts: list[dict[Chunk, int]] = [{} for _ in range(_HELD_PARTS)]
+
+    def __contains__(self, chunk: object) -> bool:
+        return isinstance(chunk, Chunk) and chunk in self._parts[chunk.rows[0] % _HELD_PARTS]
+
+    def counts(self) -> dict[Chunk, int]:
+        """Every chunk with its number of leases. O(chunks)."""
+        return {chunk: count for part in self._parts for chunk, count in part.items()}
+
+    def add(self, chunks: Sequence[Chunk]) -> int:
+        """One more lease lists these; the bytes of those that none listed before."""
+        parts, new_bytes = self._parts, 0
+        for chunk in chunks:
+            part = parts[chunk.rows[0] % _HELD_PARTS]
+            if chunk in part:
+                part[chunk] += 1
+            else:
+                part[chunk] = 1
+                new_bytes += chunk.size_bytes
+        return new_bytes
+
+    def remove(self, chunk: Chunk) -> bool:
+        """One lease less; True when none is left."""
+        part = self._parts[chunk.rows[0] % _HELD_PARTS]
+        count = part.pop(chunk) - 1
+        if count:
+            part[chunk] = count
+        return not count
+
+
 @dataclass(slots=True)
 class Session:
     """All connections of one engine instance."""
@@ -94,28 +132,26 @@ class Session:
     objects: ObjectRows = field(default_factory=lambda: ObjectRows(1, ()))
     chunk_bytes: int = 0  # rounded bytes of one chunk over all rows
     leading_run: bool = True  # a row needs every chunk, so a hit is the leading resident run
-    held: dict[Chunk, int] = field(default_factory=dict)  # chunk -> read leases listing it
+    held: Held = field(default_factory=Held)
     wanted: Counter[ChunkHash] = field(default_factory=Counter)  # awaited by pending lookups
+    spaces: dict[str | None, Namespace] = field(default_factory=dict)  # by salt, made before
 
     def space(self, salt: str | None) -> Namespace:
-        """Where this session's objects under a salt are kept."""
-        return Namespace(self.fingerprint, salt, self.model)
+        """Where this session's objects under a salt are kept; mostly the same object again."""
+        space = self.spaces.get(salt)
+        if space is None or (space.fingerprint, space.model) != (self.fingerprint, self.model):
+            if len(self.spaces) >= _SPACES_KEPT:
+                self.spaces.clear()
+            space = self.spaces[salt] = Namespace(self.fingerprint, salt, self.model)
+        return space
 
     def hold(self, chunks: Sequence[Chunk]) -> None:
         """One more read lease of this session lists these chunks."""
-        held = self.held
-        for chunk in chunks:
-            count = held.get(chunk, 0)
-            held[chunk] = count + 1
-            if count == 0:
-                self.reserved_bytes += chunk.size_bytes
+        self.reserved_bytes += self.held.add(chunks)
 
     def release(self, chunk: Chunk) -> None:
         """One read lease less."""
-        count = self.held.pop(chunk) - 1
-        if count:
-            self.held[chunk] = count
-        else:
+        if self.held.remove(chunk):
             self.reserved_bytes -= chunk.size_bytes
 
     @property

@@ -82,7 +82,7 @@ class Finder:
 
     def _found(self, session: Session, hashes: list[ChunkHash]) -> list[Chunk | None] | None:
         """What is resident of these; None when a key has another layout."""
-        found = list(map(self._d.residents.index.get, hashes))
+        found = self._d.residents.index.find(hashes)
         specs = session.all_rows
         if any(chunk is not None and chunk.specs is not specs for chunk in found):
             return None

@@ -69,11 +69,11 @@ class Membership:
             del session.workers[peer.rank]
             self._d.fetcher.unready(session)
             if session.recompute:
-                self._end_reads(session, peer.rank)
+                self._d.sweeper.end_reads(session, (peer.rank,))
         if was_ready and not session.ready:
             who = "scheduler" if peer.rank is None else f"rank {peer.rank}"
             self._d.effects.append(ev.SessionUnready(session.id, f"{who} left"))
-        self._forget_if_empty(session)
+        self.forget_if_empty(session)
         self._forget_if_harmless(peer)
         return ev.Done(1)
 
@@ -94,8 +94,8 @@ class Membership:
             for lease in [w for w in session.writes_open.values() if peer_id in w.writers]:
                 self._d.stager.lose(session, lease, confirmed=False, now_s=now_s)
             if peer.rank is not None and peer.rank not in session.workers:
-                self._end_reads(session, peer.rank)
-            self._forget_if_empty(session)
+                self._d.sweeper.end_reads(session, (peer.rank,))
+            self.forget_if_empty(session)
         self._d.peers.pop(peer_id, None)
         return ev.Done(len(orphans))
 
@@ -163,19 +163,17 @@ class Membership:
         self._d.fetcher.unready(session)
         self._lose_writes(session, now_s)
         if session.recompute:
-            self._end_all_reads(session)
+            self._d.sweeper.end_reads(session, sorted(set(session.row_ranks)))
 
     def _lose_writes(self, session: Session, now_s: float) -> None:
         for lease in list(session.writes_open.values()):
             self._d.stager.lose(session, lease, confirmed=False, now_s=now_s)
 
     def _end_all_reads(self, session: Session) -> None:
-        for rank in set(session.row_ranks):
-            self._end_reads(session, rank)
-
-    def _end_reads(self, session: Session, rank: int) -> None:
+        """At once, since the rows that they name are about to change."""
         for lease in list(session.reads_open.values()):
-            self._d.end_part(session, lease, rank)
+            for rank in list(lease.live_ranks):
+                self._d.end_part(session, lease, rank)
 
     def _forget_if_harmless(self, peer: Peer) -> None:
         """A closed connection whose process can touch nothing of ours needs no watching."""
@@ -185,7 +183,8 @@ class Membership:
         if not (peer.orphans or reads or any(peer.id in w.writers for w in writes)):
             self._d.peers.pop(peer.id, None)
 
-    def _forget_if_empty(self, session: Session) -> None:
+    def forget_if_empty(self, session: Session) -> None:
+        """A session without connections that holds nothing is over."""
         held = session.reads_open or session.writes_open
         if session.scheduler is None and not session.workers and not held:
             self._d.sessions.pop(session.id, None)

@@ -5,12 +5,13 @@ chunk may still be evicted (engines come first): that is counted as lost. While 
 read for L2 a chunk is held like any other reader's.
 """
 
-from collections import deque
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvkeep.core import events as ev
 from kvkeep.core.eviction import Chunk
+from kvkeep.core.sweeping import Walk
 from kvkeep.types import ChunkHash, IoOutcome, Namespace, StorePolicy, TransferId, worst_of
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 _COLDEST = 32  # chunks looked at per pass of write_back
 _PAUSE_S, _PAUSE_MOST_S = 0.5, 5.0  # after a failed try, doubling
+_DROPPED_AT_ONCE = 64  # condemned jobs that one pass over a queue drops
+_WALK_AT_ONCE = 64  # chunks that a drain takes from the index in one go
 
 
 @dataclass(eq=False, slots=True)
@@ -38,10 +41,15 @@ class Persister:
     def __init__(self, directory: "Directory") -> None:
         self._d = directory
         limits = directory.limits
-        self.queues: list[deque[Job]] = [deque() for _ in range(limits.backends)]
+        self.queues: list[OrderedDict[ChunkHash, Job]] = [
+            OrderedDict() for _ in range(limits.backends)
+        ]
         self.running: dict[TransferId, Job] = {}
         self.queued_bytes = 0
-        self._waiting: set[tuple[ChunkHash, int]] = set()  # queued or running
+        self._nowhere = 0  # resident chunks that no backend has
+        self._walk = Walk(directory.residents.index)  # of a drain
+        self._drained_at = 0  # where the drain's walk has seen everything
+        self._written: set[tuple[ChunkHash, int]] = set()  # what `running` is about
         self._pauses = [0] * limits.backends  # failures in a row
         self._paused_until_s = [0.0] * limits.backends
         self._running_to = [0] * limits.backends
@@ -52,6 +60,7 @@ class Persister:
 
     def committed(self, chunk: Chunk, session: str, request: str) -> None:
         """An engine published this chunk."""
+        self._nowhere += 1
         if self._d.limits.store_policy in (StorePolicy.WRITE_THROUGH, StorePolicy.SKIP_L1):
             self._enqueue(chunk, session, request)
 
@@ -60,61 +69,104 @@ class Persister:
         if self._d.limits.store_policy is not StorePolicy.WRITE_BACK:
             self._enqueue(chunk, session, "")
 
-    def drain(self) -> None:
-        """Everything L2 lacks is wanted there, whatever the policy: now, and without a bound."""
-        for chunk in self._d.residents.index.values():
-            self._enqueue(chunk, "", "", bounded=False)
+    def drain(self, *, sliced: bool) -> None:
+        """Everything L2 lacks is wanted there, whatever the policy: now, and without a bound.
+
+        Sliced, `walk` queues it as there is room.
+        """
         self._paused_until_s = [0.0] * len(self.queues)
+        if not self.queues:
+            return
+        self._drained_at = self._walk.whole_round()
+        while not sliced and self._draining:
+            self._walk_on()
+
+    def walk(self, budget: int) -> None:
+        """Carry on with a sliced drain for about as long as `budget` looks at chunks take."""
+        while budget > 0 and self.walks:
+            budget -= self._walk_on()
+
+    @property
+    def walks(self) -> bool:
+        """A drain has chunks to look at, and the queue is half empty."""
+        return self._draining and not self._over(2)
+
+    @property
+    def _draining(self) -> bool:
+        return self._walk.finished < self._drained_at
+
+    def _walk_on(self) -> int:
+        """Queue what L2 lacks of the next chunks; what that cost."""
+        chunks = self._walk.take(_WALK_AT_ONCE)
+        cost = 1 + len(chunks)
+        for chunk in chunks:
+            if chunk.linked and chunk.stored + 1 != 1 << len(self.queues):
+                self._enqueue(chunk, "", "", bounded=False)
+                cost += 5 * len(self.queues)
+        return cost
 
     def missing(self) -> int:
-        """Resident chunks that no backend has and nothing will bring there. O(chunks)."""
-        index = self._d.residents.index
-        return sum(not c.stored and not self._awaited(c.hash) for c in index.values())
+        """Resident chunks that no backend has, whether or not something will bring them there."""
+        return self._nowhere
 
     def _enqueue(self, chunk: Chunk, session: str, request: str, *, bounded: bool = True) -> None:
+        if self._d.sweeper.condemned(chunk):
+            return
         for backend, queue in enumerate(self.queues):
-            key = chunk.hash, backend
-            if chunk.stored >> backend & 1 or key in self._waiting:
+            if chunk.stored >> backend & 1 or self._waits(chunk.hash, backend):
                 continue
-            self._waiting.add(key)
-            queue.append(Job(chunk, backend, session, request))
+            queue[chunk.hash] = Job(chunk, backend, session, request)
             self.queued_bytes += chunk.size_bytes
-        while bounded and self.queued_bytes > self._d.limits.persist_queue_bytes:
+        while bounded and self._over():
             longest = max(self.queues, key=len)
             if len(longest) <= 1:
                 break
-            self._drop(longest.popleft(), "persist_overflow")
+            self._drop(longest.popitem(last=False)[1], "persist_overflow")
+
+    def _over(self, part: int = 1) -> bool:
+        """Whether more is queued than may be, or than the `part`-th part of it."""
+        limits, chunks = self._d.limits, sum(map(len, self.queues))
+        return (
+            part * self.queued_bytes > limits.persist_queue_bytes
+            or part * chunks > limits.persist_queue_chunks
+        )
 
     def _drop(self, job: Job, counter: str) -> None:
         """A job that has left its queue ends without I/O."""
         self.queued_bytes -= job.chunk.size_bytes
-        self._waiting.discard((job.chunk.hash, job.backend))
         self._d.counters[counter] += 1
         if job.chunk.linked and self._d.residents.idle(job.chunk):
             self.settle(job.chunk)
 
     def _awaited(self, chunk_hash: ChunkHash) -> bool:
         """Whether it is queued, or being written, for some backend."""
-        return any((chunk_hash, backend) in self._waiting for backend in range(len(self.queues)))
+        return any(self._waits(chunk_hash, backend) for backend in range(len(self.queues)))
+
+    def _waits(self, chunk_hash: ChunkHash, backend: int) -> bool:
+        return chunk_hash in self.queues[backend] or (chunk_hash, backend) in self._written
 
     # ---- running them
 
     @property
     def idle(self) -> bool:
-        """Nothing is queued and no I/O runs."""
-        return not self._waiting
+        """Nothing is queued or to be queued, and no I/O runs."""
+        return not (self.running or self._draining or any(self.queues))
 
     def pump(self, now_s: float) -> None:
         """Begin what may begin."""
+        sweeper = self._d.sweeper
         for backend, queue in enumerate(self.queues):
             most = self._d.limits.persists_per_backend
-            while queue and self._running_to[backend] < most:
+            dropped = 0  # the rest of the condemned go in the next pass: one follows soon
+            while queue and self._running_to[backend] < most and dropped < _DROPPED_AT_ONCE:
                 if now_s < self._paused_until_s[backend]:
                     break
-                job = queue.popleft()
+                _, job = queue.popitem(last=False)
                 chunk = job.chunk
-                if not chunk.linked:
-                    self._drop(job, "persist_lost")
+                if sweeper.condemned(chunk):
+                    dropped += 1
+                    forgotten = sweeper.forgotten(chunk)
+                    self._drop(job, "persist_forgotten" if forgotten else "persist_lost")
                 elif chunk.stored >> backend & 1:
                     self._drop(job, "persist_known")
                 else:
@@ -127,6 +179,7 @@ class Persister:
         self._last_id += 1
         transfer = TransferId(self._last_id)
         self.running[transfer] = job
+        self._written.add((chunk.hash, job.backend))
         d.slots.hold(chunk.rows)
         d.counters["persists"] += 1
         offsets = tuple([d.slots.offset[slot] for slot in chunk.rows])
@@ -144,6 +197,7 @@ class Persister:
             return ev.Done(0)
         d, chunk = self._d, job.chunk
         self._running_to[job.backend] -= 1
+        self._written.discard((chunk.hash, job.backend))
         worst = worst_of(event.outcomes)
         d.counters[f"persisted_{worst.name.lower()}"] += 1
         if job.doomed:
@@ -151,6 +205,7 @@ class Persister:
             d.effects.append(ev.Discard(chunk.space, d.objects[chunk.specs], chunk.hash))
             self._again.append(chunk.hash)
         elif worst is IoOutcome.OK:
+            self._nowhere -= chunk.linked and not chunk.stored
             chunk.stored |= 1 << job.backend
             self._pauses[job.backend] = 0
             d.counters["persisted_bytes"] += chunk.size_bytes
@@ -160,10 +215,11 @@ class Persister:
             self._pause(job.backend, now_s)
         again = worst is not IoOutcome.OK and not job.doomed and chunk.linked
         if again and self._try_again(job, worst):
-            self.queues[job.backend].appendleft(job)
+            queue = self.queues[job.backend]
+            queue[chunk.hash] = job
+            queue.move_to_end(chunk.hash, last=False)
             self.queued_bytes += chunk.size_bytes
         else:
-            self._waiting.discard((chunk.hash, job.backend))
             d.effects.append(ev.ChunkPersisted(job.session, job.request, job.backend, worst))
         self.release(chunk)
         return ev.Done(1)
@@ -229,16 +285,22 @@ class Persister:
             job.doomed |= job.chunk.hash == chunk_hash
 
     def forget(self, space: Namespace) -> None:
-        """Nothing of this fingerprint is to be found in L2."""
-        for queue in self.queues:
-            for job in [j for j in queue if j.chunk.space.fingerprint == space.fingerprint]:
-                queue.remove(job)
-                self._drop(job, "persist_forgotten")
+        """What is being written of this layout is not to stay in L2; the queued is condemned."""
         for job in self.running.values():
             job.doomed |= job.chunk.space.fingerprint == space.fingerprint
 
     def lost(self, chunk: Chunk) -> None:
-        """A chunk is evicted: counted when no backend has it although it should."""
+        """A chunk is being evicted: counted when no backend has it although it should."""
         writes_back = self._d.limits.store_policy is StorePolicy.WRITE_BACK
         if writes_back and not chunk.stored and not self._awaited(chunk.hash):
             self._d.counters["persist_lost"] += 1
+        self.left(chunk)
+
+    def left(self, chunk: Chunk, *, forgotten: bool = False) -> None:
+        """A chunk is not in L1 any more: nothing of it can be written that has not begun."""
+        self._nowhere -= not chunk.stored
+        for queue in self.queues:
+            job = queue.pop(chunk.hash, None)
+            if job is not None:
+                self.queued_bytes -= chunk.size_bytes
+                self._d.counters["persist_forgotten" if forgotten else "persist_lost"] += 1

@@ -5,10 +5,11 @@ leave of staging or resident, before the extent can be free, so that a client th
 and after its copy can never take reused bytes for the old ones (DESIGN section 2).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from kvkeep.core.arena import Arena
+from kvkeep.core.columns import column
 from kvkeep.types import SlotId, SlotState
 
 _LEFT_FOR = {  # state -> states that may follow it
@@ -22,6 +23,10 @@ _LEFT_FOR = {  # state -> states that may follow it
     SlotState.QUARANTINED: {SlotState.FREE},
     SlotState.RESIDENT: {SlotState.FREE},
 }
+# The same by number: a member of an enum is slow to find and to hash.
+_STATES = tuple(SlotState)
+_FREE, _STAGING, _RESIDENT, *_ = map(int, SlotState)
+_MAY_FOLLOW = [sum(1 << to for to in _LEFT_FOR.get(state, ())) for state in SlotState]
 
 
 class Generations(Protocol):
@@ -32,82 +37,98 @@ class Generations(Protocol):
     def __setitem__(self, slot: int, word: int, /) -> None: ...
 
 
+class States:
+    """The state of every slot there has been, a byte each."""
+
+    def __init__(self, most: int) -> None:
+        self.packed = column("B", most)
+        self.made = 0  # slots that were used at least once
+
+    def __len__(self) -> int:
+        return self.made
+
+    def __getitem__(self, slot: int) -> SlotState:
+        return _STATES[self.packed[slot]]
+
+    def __iter__(self) -> Iterator[SlotState]:
+        return (_STATES[number] for number in self.packed[: self.made])
+
+
 class SlotTable:
     """Extents of the arena with their states; `generations` is the shared table clients read.
 
     `generations` is any mutable sequence of u64 (shared memory in the server, a list in tests);
-    its length is the most objects there can be.
+    its length is the most objects there can be. The columns are that long as well.
     """
 
     def __init__(self, arena: Arena, generations: Generations) -> None:
+        most = len(generations)
+        assert arena.most_taken >= most
         self.arena = arena
         self.generations = generations
-        self.state: list[SlotState] = []
-        self.offset: list[int] = []
-        self.length: list[int] = []  # exact bytes of the object, not rounded
-        self.size: list[int] = []  # bytes of arena it takes (rounded)
-        self.readers: list[int] = []
-        self.bytes_in: dict[SlotState, int] = dict.fromkeys(SlotState, 0)
+        self.state = States(most)
+        self.offset = column("Q", most)
+        self.length = column("Q", most)  # exact bytes of the object, not rounded
+        self.size = column("Q", most)  # bytes of arena it takes (rounded)
+        self.readers = column("I", most)
+        self.extent = column("I", most)  # in the arena; of a free slot: the next free one, + 1
+        self.bytes_in: list[int] = [0] * len(SlotState)  # by state
         self.reserved_bytes = 0
-        self._recycled: list[SlotId] = []
+        self._spare = 0  # slot + 1 that was freed last
 
     def stage(self, size_bytes: int) -> SlotId | None:
         """A slot in STAGING with an extent, or None when memory or slots ran out."""
-        if not self._recycled and len(self.state) >= len(self.generations):
+        state, spare = self.state, self._spare
+        if not spare and state.made >= len(self.generations):
             return None
-        offset = self.arena.allocate(size_bytes)
-        if offset is None:
+        slot = SlotId(spare - 1 if spare else state.made)
+        extent = self.arena.allocate(size_bytes, slot)
+        if extent is None:
             return None
-        if self._recycled:
-            slot = self._recycled.pop()
+        if spare:
+            self._spare = self.extent[slot]
         else:
-            slot = SlotId(len(self.state))
-            self.state.append(SlotState.FREE)
-            self.offset.append(0)
-            self.length.append(0)
-            self.size.append(0)
-            self.readers.append(0)
-        assert self.state[slot] is SlotState.FREE
-        self.state[slot] = SlotState.STAGING
-        self.offset[slot], self.length[slot] = offset, size_bytes
-        size = self.size[slot] = self.arena.taken_size(offset)
-        self.bytes_in[SlotState.STAGING] += size
+            state.made += 1
+        assert state.packed[slot] == _FREE
+        state.packed[slot] = _STAGING
+        self.extent[slot] = extent
+        self.offset[slot], self.length[slot] = self.arena.offset[extent], size_bytes
+        size = self.size[slot] = self.arena.size_bytes(extent)
+        self.bytes_in[_STAGING] += size
         return slot
-
-    def slots_left(self) -> int:
-        """How many more objects the generation table has room for."""
-        return len(self._recycled) + len(self.generations) - len(self.state)
 
     def move(self, slot: SlotId, to: SlotState) -> None:
         """Change a slot's state; frees its extent when `to` is FREE. Generation first."""
-        old = self.state[slot]
-        assert to in _LEFT_FOR[old], f"slot {slot}: {old.name} -> {to.name}"
+        old = self.state.packed[slot]
+        assert _MAY_FOLLOW[old] >> to & 1, f"slot {slot}: {_STATES[old].name} -> {to.name}"
         assert self.readers[slot] == 0 or to is SlotState.RESIDENT
         size = self.size[slot]
-        if old in (SlotState.STAGING, SlotState.RESIDENT):
+        if old in (_STAGING, _RESIDENT):
             self.generations[slot] += 1
-        self.state[slot] = to
+        self.state.packed[slot] = to
         self.bytes_in[old] -= size
-        if to is SlotState.FREE:
-            self.arena.free(self.offset[slot])
-            self._recycled.append(slot)
+        if to == _FREE:
+            self.arena.free(self.extent[slot])
+            self.extent[slot], self._spare = self._spare, slot + 1
         else:
             self.bytes_in[to] += size
 
     def hold(self, slots: Iterable[SlotId]) -> None:
         """One more reader for each."""
-        state, readers, resident = self.state, self.readers, SlotState.RESIDENT
+        states, readers = self.state.packed, self.readers
         for slot in slots:
-            assert state[slot] is resident
-            if readers[slot] == 0:
+            assert states[slot] == _RESIDENT
+            before = readers[slot]
+            readers[slot] = before + 1
+            if not before:
                 self.reserved_bytes += self.size[slot]
-            readers[slot] += 1
 
     def unhold(self, slot: SlotId) -> bool:
         """One reader less; True when it was the last."""
-        self.readers[slot] -= 1
-        assert self.readers[slot] >= 0
-        if self.readers[slot] == 0:
+        left = self.readers[slot] - 1
+        assert left >= 0
+        self.readers[slot] = left
+        if left == 0:
             self.reserved_bytes -= self.size[slot]
             return True
         return False

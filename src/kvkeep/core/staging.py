@@ -38,7 +38,7 @@ class Stager:
         self.latest: dict[ChunkHash, WriteLease] = {}  # being staged, by key
 
     def stage(self, event: ev.Stage, now_s: float) -> ev.Staged:
-        """One outcome per chunk; after `NO_ROOM` or `OVER_CAP` the rest of an item gets nothing."""
+        """One outcome per chunk; after the first without memory an item's rest gets the same."""
         d = self._d
         session = d.sessions.get(event.session)
         outcomes: list[StageOutcome] = []
@@ -134,6 +134,7 @@ class Stager:
         """The lease is over, whatever became of its extents."""
         del session.writes_open[lease.id]
         session.staging_bytes -= session.chunk_bytes
+        self._d.quotas.staged(lease.space.salt, -session.chunk_bytes)
         if self.latest.get(lease.hash) is lease:
             del self.latest[lease.hash]
         self._d.residents.detach(lease.parent)
@@ -176,10 +177,14 @@ class _Batch:
                 outcome = refusal
             if outcome is None and self._chunks_left <= 0:
                 outcome = refusal = StageOutcome.OVER_CAP
+            protect = partial(self._ancestors, parent)
+            if outcome is None and not self._admits(item.salt, protect):
+                outcome = refusal = StageOutcome.OVER_QUOTA
             if outcome is None:
-                slots = self._d.stager.take(self._sizes, partial(self._ancestors, parent))
+                slots = self._d.stager.take(self._sizes, protect)
                 if slots is None:
                     outcome = refusal = StageOutcome.NO_ROOM
+                    self._d.pressure.not_staged(self._session.chunk_bytes)
                 else:
                     outcome = StageOutcome.GRANTED
                     lease = WriteLease(
@@ -195,6 +200,8 @@ class _Batch:
                         self._now_s,
                     )
                     self._grant(lease)
+            if outcome is StageOutcome.OVER_QUOTA:
+                self._d.quotas.refuse(item.salt)
             self.outcomes.append(outcome)
             parent = chunk_hash
             if self._line:
@@ -210,6 +217,9 @@ class _Batch:
         )  # fetches: a bound of theirs
         mine_left = cap * limits.session_staging_fraction - session.staging_bytes
         return int(min(all_left, mine_left) // session.chunk_bytes)
+
+    def _admits(self, salt: str | None, protect: Callable[[], Container[ChunkHash]]) -> bool:
+        return self._d.quotas.admits(salt, self._session.chunk_bytes, protect)
 
     def _known(self, chunk_hash: ChunkHash) -> StageOutcome | None:
         """The outcome for a chunk that somebody stored or is storing."""
@@ -231,6 +241,7 @@ class _Batch:
         session = self._session
         session.writes_open[lease.id] = lease
         session.staging_bytes += session.chunk_bytes
+        self._d.quotas.staged(lease.space.salt, session.chunk_bytes)
         self._latest[lease.hash] = lease
         self._d.residents.attach(lease.parent)
         self.granted.append(lease)

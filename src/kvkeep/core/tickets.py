@@ -34,6 +34,7 @@ class Ticket:
     hashes: list[ChunkHash]
     salt: str | None
     near: bool
+    since_s: float
     deadline_s: float
     probed: bool = False  # the backends have answered
     lease: ReadLease | None = None

@@ -4,10 +4,18 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvkeep.backends import registry
 from kvkeep.config import Config
 from kvkeep.doctor.check import Check, Status
 from kvkeep.errors import ConfigError
-from kvkeep.limits import MemoryBudget, format_bytes, memory_budget, parse_nodes, resolve_l1_size
+from kvkeep.limits import (
+    MemoryBudget,
+    format_bytes,
+    memory_budget,
+    parse_nodes,
+    resolve_l1_size,
+    server_budget,
+)
 
 FDS_PER_CONNECTION = 2  # the socket and the peer's pidfd
 FDS_BESIDES = 64  # the memory files, the log, HTTP clients, backends
@@ -32,8 +40,33 @@ def check_memory(
         yield Check("L1 size", Status.FAIL, problem, fix)
     else:
         yield Check("L1 size", Status.OK, f"l1.size = {config.l1.size!r} is {format_bytes(size)}")
+        yield _check_budget(config, budget, size)
     if config.l1.numa:
         yield _check_numa(config.l1.numa, root / "sys/devices/system/node")
+
+
+def _check_budget(config: Config, memory: MemoryBudget, l1_bytes: int) -> Check:
+    """Everything that a server may need together, at its largest."""
+    per_backend = config.l2.encrypt_buffer_bytes if config.l2.key_file else 0
+    try:
+        names = [url.name for url in registry.parse(config.l2.backends)]
+    except ConfigError:  # said where L2 is checked
+        names = []
+    budget = server_budget(
+        memory,
+        l1_bytes,
+        config.l1.max_objects,
+        huge=config.l1.hugepages != "off",
+        buffers=dict.fromkeys(names, per_backend),
+    )
+    try:
+        budget.check()
+    except ConfigError as error:
+        problem, _, fix = str(error).rpartition(": ")
+        return Check("memory budget", Status.FAIL, problem, fix)
+    parts = ", ".join(f"{part.name} {format_bytes(part.size_bytes)}" for part in budget.parts)
+    total = format_bytes(budget.total_bytes)
+    return Check("memory budget", Status.OK, f"at most {total} in all: {parts}")
 
 
 def _check_numa(wanted: str, folder: Path) -> Check:

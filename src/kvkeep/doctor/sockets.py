@@ -18,6 +18,9 @@ from pathlib import Path
 from kvkeep.config import HttpConfig, SocketConfig, socket_path_problem
 from kvkeep.doctor.check import Check, Status
 from kvkeep.doctor.served import Reply, find_served
+from kvkeep.errors import ConfigError
+from kvkeep.server.endpoint import unsafe
+from kvkeep.server.http import read_token
 
 _LOCAL_HOST = "set http.host to 127.0.0.1"
 
@@ -40,6 +43,9 @@ def check_directory(config: SocketConfig) -> Check:
         return Check(name, Status.FAIL, f"{folder} cannot be read ({error.strerror})", fix)
     if not stat.S_ISDIR(info.st_mode):
         return _not_a_directory(name, folder)
+    if folder.is_symlink():
+        detail = f"{folder} is a link to {os.readlink(folder)}, and the server refuses links"
+        return Check(name, Status.FAIL, detail, "name the directory itself in socket.path")
     return _check_rights(name, folder, info, config.group)
 
 
@@ -85,6 +91,9 @@ def _check_rights(name: str, folder: Path, info: os.stat_result, group: str) -> 
     fix = f"chmod {wanted:o} {place}"
     if mode & 0o022:
         return Check(name, Status.FAIL, f"{shown} lets others replace the socket", fix)
+    problem = unsafe(folder)
+    if problem is not None:
+        return Check(name, Status.FAIL, *problem)
     if is_mine and not _may_write(folder):
         return Check(name, Status.FAIL, f"{shown} is not writable", fix)
     if group and (info.st_gid != gid or not mode & stat.S_IXGRP):
@@ -217,8 +226,16 @@ def check_http(config: HttpConfig, *, is_serving: Callable[[], bool]) -> Check:
     except OSError as error:
         return _http_problem(name, place, error, is_serving=is_serving)
     if not _is_loopback(str(address[0])):
-        detail = f"{place} is free, but open to the network, and it asks for no password"
-        return Check(name, Status.WARN, detail, "set http.host to 127.0.0.1, or close the port")
+        detail = f"{place} is open to the network, and readers are not asked who they are"
+        fix = "set http.host to 127.0.0.1"
+        if not config.remote:
+            return Check(name, Status.FAIL, detail, f"{fix}, or http.remote to true if it is meant")
+        return Check(name, Status.WARN, detail, f"{fix}, or close the port to what is not trusted")
+    try:
+        read_token(config)
+    except ConfigError as error:
+        detail, _, fix = str(error).partition(": ")
+        return Check(name, Status.FAIL, detail, fix)
     return Check(name, Status.OK, f"{place} is free")
 
 

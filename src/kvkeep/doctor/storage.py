@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvkeep.backends import fs_identity, registry
+from kvkeep.backends.encrypted import sealers
 from kvkeep.backends.fs_place import Identity, Place
 from kvkeep.backends.registry import BackendUrl
 from kvkeep.config import L2Config
@@ -26,7 +27,9 @@ Known = dict[object, str]  # what identifies a directory -> the name of its back
 
 
 def check_storage(l2: L2Config) -> Iterator[Check]:
-    """One check for each URL; nothing is opened or made."""
+    """One check for each URL, and one of the keys; nothing is opened or made."""
+    if l2.key_file:
+        yield _check_keys(l2)
     try:
         urls = registry.parse(l2.backends)
     except ConfigError as error:
@@ -45,6 +48,19 @@ def check_storage(l2: L2Config) -> Iterator[Check]:
             yield _check_directory(url, known)
         else:
             yield Check("L2", Status.OK, f"{url.name}: {url.public}")
+
+
+def _check_keys(l2: L2Config) -> Check:
+    try:
+        make = sealers(l2.key_file, l2.encrypt_buffer_bytes)
+    except ConfigError as error:
+        detail, _, fix = str(error).rpartition(": ")
+        return Check("L2 encryption", Status.FAIL, detail, fix)
+    assert make is not None
+    sealer = make()
+    detail = f"{l2.key_file}: new objects are encrypted under {sealer.active}"
+    others = sealer.keys - 1
+    return Check("L2 encryption", Status.OK, f"{detail}, {others} more to read with")
 
 
 def _check_directory(url: BackendUrl, known: Known) -> Check:

@@ -2,6 +2,8 @@
 
 A lock file next to the socket is held for the server's life, so two servers never share a path and
 a stale socket file can be removed safely. The socket file is only removed while it is our own.
+Whoever can put another socket in its place gets the KV of every engine that connects: a directory
+where somebody else could is refused.
 """
 
 import errno
@@ -60,8 +62,11 @@ class Endpoint:
     def _make_directory(self, gid: int | None) -> None:
         folder = self.path.parent
         try:
-            if not folder.exists():
-                folder.mkdir(parents=True, mode=0o700)
+            if not os.path.lexists(folder):
+                for above in reversed(folder.parents):
+                    if not above.exists():
+                        above.mkdir(mode=0o755)  # not more, whatever the umask
+                folder.mkdir(mode=0o700)
                 os.chmod(folder, 0o700 if gid is None else 0o750)
                 if gid is not None:
                     os.chown(folder, -1, gid)
@@ -74,6 +79,13 @@ class Endpoint:
             ) from error
         if not folder.is_dir():
             raise SocketError(_not_a_directory(folder))
+        problem = unsafe(folder)
+        if problem is not None:
+            what, fix = problem
+            raise SocketError(
+                f"the socket's directory {what}, so the socket could be replaced: {fix}, "
+                "or choose another [socket] path"
+            )
 
     def _take_lock(self) -> int:
         """Holds the lock file that the path names; one that its owner just removed is no lock."""
@@ -132,6 +144,24 @@ class Endpoint:
         finally:
             os.umask(old_mask)
         return sock
+
+
+def unsafe(folder: Path) -> tuple[str, str] | None:
+    """Who else could put a socket there: what is wrong with the directory, and the fix."""
+    found, above = os.lstat(folder), os.stat(folder.parent)
+    if stat.S_ISLNK(found.st_mode):
+        return f"{folder} is a link to {os.readlink(folder)}", "name the directory itself"
+    if found.st_uid not in (os.geteuid(), 0):
+        return (
+            f"{folder} belongs to another user (uid {found.st_uid})",
+            f"chown {os.geteuid()} {folder}",
+        )
+    if found.st_mode & 0o022:
+        mode = stat.S_IMODE(found.st_mode)
+        return f"{folder} has mode {mode:04o} and lets others write", f"chmod go-w {folder}"
+    if above.st_mode & 0o002 and not above.st_mode & stat.S_ISVTX:
+        return f"{folder} is in {folder.parent}, where all may write", f"chmod o-w {folder.parent}"
+    return None
 
 
 def _check_length(path: str) -> None:

@@ -6,7 +6,7 @@ it is late, and only later that it is over.
 """
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
@@ -26,6 +26,8 @@ from kvkeep.types import (
     ObjectKey,
 )
 
+DISCARDS = 16  # deletions under way at once
+MOST_DISCARDS = 65_536  # and waiting; beyond, the oldest is not done, and counted
 FORGET_AGAIN_S = 1.0
 FORGET_ANSWER_S = 1.5  # then whoever asked is told that it is not done yet
 
@@ -50,6 +52,9 @@ class Io:
         self._unforgotten: Counter[_Where] = Counter()  # forgets that have not worked yet
         self._puts: dict[_Where, set[asyncio.Future[None]]] = {}  # under way, late ones too
         self._tasks: set[asyncio.Task[None]] = set()
+        self.discards_lost = 0
+        self._discards: deque[ev.Discard] = deque()  # not begun
+        self._discarding = 0
 
     def attach(self, apply: Apply, forgotten: Forgotten | None = None) -> None:
         """Where events go, and the ends of ForgetStored; before the first effect."""
@@ -71,6 +76,7 @@ class Io:
 
     async def close(self) -> None:
         """End every store; I/O that hangs is left behind."""
+        self._discards.clear()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*[store.close() for store in self.stores])
@@ -87,7 +93,11 @@ class Io:
             case ev.Persist():
                 self._spawn(self._persist(effect), lambda: ev.Persisted(effect.id, _failed(effect)))
             case ev.Discard():
-                self._spawn(self._discard(effect))
+                self._discards.append(effect)
+                if len(self._discards) > MOST_DISCARDS:
+                    self._discards.popleft()
+                    self.discards_lost += 1
+                self._discard_more()
             case ev.ForgetStored():
                 where = [(n, effect.space.fingerprint) for n in range(len(self.stores))]
                 self._unforgotten.update(where)  # at once: nothing of it is used from now on
@@ -174,6 +184,18 @@ class Io:
         except Late as late:
             await asyncio.wait([late.settled])
             return [IoOutcome.TIMEOUT] * len(effect.offsets)
+
+    def _discard_more(self) -> None:
+        while self._discards and self._discarding < DISCARDS:
+            self._discarding += 1
+            self._spawn(self._discard_one(self._discards.popleft()))
+
+    async def _discard_one(self, effect: ev.Discard) -> None:
+        try:
+            await self._discard(effect)
+        finally:
+            self._discarding -= 1
+            self._discard_more()
 
     async def _discard(self, effect: ev.Discard) -> None:
         keys = _keys(effect.objects, effect.hashes)

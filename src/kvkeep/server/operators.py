@@ -1,9 +1,10 @@
-"""Answers operators' questions: status, leases, explain, clear, wait_persisted.
+"""Answers operators' questions: status, leases, explain, clear, wait_persisted, quota.
 
 Also what the service knows of one connection, whoever it is. An answer that must wait (until L2 has
 everything) is kept here and sent when it is true or its time is over.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from kvkeep.types import PeerId, Role
 from kvkeep.wire import messages as m
 
 PERSIST_WAIT_S = 30.0  # without an argument
+MOST_WAITING = 64  # questions that wait for their answer, of each kind
 _NOT_PERSISTED = ("persist_overflow", "persist_lost", "persist_failed")
 
 
@@ -44,6 +46,17 @@ class Client:
         self.max_wait_ms = 0.0
 
 
+class Sweeping(Protocol):
+    """What empties L1 and has it persisted, by and by."""
+
+    @property
+    def sliced(self) -> bool:
+        """Whether that is done in slices."""
+
+    def clear(self, *, force: bool, then: Callable[[int], None]) -> None:
+        """Empty L1; `then` gets the number of chunks."""
+
+
 class Served(Protocol):
     """What the questions are about."""
 
@@ -51,6 +64,11 @@ class Served(Protocol):
     overview: Overview
     timeline: Timeline
     backends: tuple[str, ...]
+    counters: Counter[str]
+
+    @property
+    def sweeps(self) -> Sweeping:
+        """What takes longer than one callback may."""
 
     @property
     def clients(self) -> Mapping[PeerId, Client]:
@@ -67,6 +85,7 @@ class Operators:
         self._served = served
         self._clock = clock
         self._log = log
+        self._clearing = 0  # questions that wait for their end
         self._until_persisted: list[tuple[Client, int, float]] = []  # who, seq, until when
 
     def ask(self, client: Client, message: m.Query) -> None:
@@ -87,14 +106,14 @@ class Operators:
                 body = served.overview.leases()
             case "wait_persisted":
                 return self._wait_persisted(client, message)
+            case "quota" | "quota_set" | "quota_unset" if served.overview.quotas is not None:
+                served.overview.quotas.ask(message, client.link.send)
+                return None
             case "clear" if message.argument not in ("", "force"):
                 why = f"clear takes no argument or 'force', not {message.argument[:64]!r}"
                 return m.Failed(message.seq, why)
             case "clear":
-                reply = served.apply(ev.Clear(force=message.argument == "force"))
-                assert isinstance(reply, ev.Done)
-                body = {"cleared_chunks": reply.changed, "status": served.overview.status()}
-                self._log("cleared", chunks=reply.changed, force=message.argument == "force")
+                return self._clear(client, message)
             case "explain":
                 try:
                     body = served.timeline.explain(message.argument, served.backends)
@@ -103,6 +122,28 @@ class Operators:
             case _:
                 return m.Failed(message.seq, f"unknown question {message.what!r}")
         return m.Answer(message.seq, msgspec.json.encode(body).decode())
+
+    def _clear(self, client: Client, message: m.Query) -> m.Failed | None:
+        """Answered when everything has left L1."""
+        if self._clearing >= MOST_WAITING:
+            return self._too_many(message)
+        force = message.argument == "force"
+        self._clearing += 1
+
+        def cleared(chunks: int) -> None:
+            self._clearing -= 1
+            self._log("cleared", chunks=chunks, force=force)
+            body = {"cleared_chunks": chunks, "status": self._served.overview.status()}
+            if client.peer in self._served.clients:
+                client.link.send(m.Answer(message.seq, msgspec.json.encode(body).decode()))
+
+        self._served.sweeps.clear(force=force, then=cleared)
+        return None
+
+    def _too_many(self, message: m.Query) -> m.Failed:
+        self._served.counters["waits_refused"] += 1
+        why = f"{MOST_WAITING} operators wait for the end of {message.what} already: ask later"
+        return m.Failed(message.seq, why)
 
     def _wait_persisted(self, client: Client, message: m.Query) -> m.Failed | None:
         """Have what L2 lacks written, under write_back too, and wait for that."""
@@ -113,7 +154,9 @@ class Operators:
         if not self._served.backends:
             why = "this server has no L2: what it holds ends with it; start it with --l2 URL"
             return m.Failed(message.seq, why)
-        self._served.apply(ev.Drain())
+        if len(self._until_persisted) >= MOST_WAITING:
+            return self._too_many(message)
+        self._served.apply(ev.Drain(self._served.sweeps.sliced))
         self._until_persisted.append((client, message.seq, self._clock() + wait_s))
         self.tell_persisted()
         return None
@@ -123,7 +166,8 @@ class Operators:
         if not self._until_persisted:
             return
         now = self._clock()
-        persister, counters = self._served.directory.persister, self._served.directory.counters
+        directory = self._served.directory
+        persister, counters = directory.persister, directory.counters
         idle = persister.idle
         left: list[tuple[Client, int, float]] = []
         for client, seq, until_s in self._until_persisted:

@@ -3,7 +3,9 @@
 Reads the core's state and the stores'; decides nothing and changes nothing.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from math import ceil
 from typing import Any, Protocol
 
@@ -14,6 +16,8 @@ from kvkeep.limits import format_bytes
 from kvkeep.types import Epoch, PeerId, SlotState, printable
 from kvkeep.wire import messages as m
 
+SESSIONS_SHOWN = 256  # of the oldest
+LEASES_SHOWN = 1_000  # of the oldest
 LEASE_WARN_S = 300.0  # a lease older than this is marked in `kvkeep leases`; nothing is freed
 _TOO_LARGE = "chunk_too_large "  # problems of a session are filed under this and its id
 
@@ -34,6 +38,16 @@ class Connected(Protocol):
     max_wait_ms: float
 
 
+class Quotas(Protocol):
+    """What every tenant may take and has."""
+
+    def ask(self, message: m.Query, send: Callable[[m.Answer | m.Failed], None]) -> None:
+        """Answer an operator's question or order, now or later."""
+
+    def refused(self) -> list[dict[str, Any]]:
+        """Refusals of the tenants that had any."""
+
+
 class Overview:
     """The answers of `kvkeep status` and `kvkeep leases`, and the list of problems."""
 
@@ -50,6 +64,8 @@ class Overview:
     ) -> None:
         """`stores`: one status of each L2 store, now."""
         self.problems: dict[str, str] = {}
+        self.quotas: Quotas | None = None
+        self.memory: dict[str, object] = {}  # the budget, once it is known
         self._d = directory
         self._clients = clients
         self._epoch = epoch
@@ -58,6 +74,7 @@ class Overview:
         self._log = log
         self._stores = stores
         self._started_s = clock()
+        self.loop: Callable[[], dict[str, Any]] = dict  # the watchdog's part of the status
 
     def status(self) -> dict[str, Any]:
         """The answer of `kvkeep status --json`."""
@@ -76,12 +93,16 @@ class Overview:
                 "reserved_bytes": d.slots.reserved_bytes,
                 "orphaned_bytes": d.slots.bytes_in[SlotState.ORPHANED],
                 "quarantined_bytes": d.slots.bytes_in[SlotState.QUARANTINED],
-                "objects": sum(len(chunk.rows) for chunk in d.residents.index.values()),
+                "objects": d.residents.objects,
             },
             "leases": sum(len(s.reads_open) + len(s.writes_open) for s in sessions),
-            "sessions": [self._session(s.id) for s in sessions],
+            "session_count": len(sessions),
+            "sessions": self._sessions(),
             "l2": stores,
             "transfers": self._transfers(),
+            "quota_refused": self.quotas.refused() if self.quotas is not None else [],
+            "loop": self.loop(),
+            "memory": self.memory,
             "problems": self._what_is_wrong(stores),
         }
 
@@ -119,38 +140,48 @@ class Overview:
         }
 
     def leases(self) -> list[dict[str, Any]]:
-        """Everything a session holds, oldest first; `old` marks what a person should look at."""
-        now = self._clock()
-        rows: list[dict[str, Any]] = []
-        for session in self._d.sessions.values():
-            pids = sorted(
-                {c.pid for c in self._clients.values() if c.session == session.id and c.pid}
-            )
-            held: list[tuple[ReadLease | WriteLease, str, int]]
-            held = [(r, "read", len(r.chunks)) for r in session.reads_open.values()]
-            held += [(w, "write", 1) for w in session.writes_open.values()]
-            for lease, kind, chunks in held:
-                age_s = now - lease.since_s
-                rows.append(
-                    {
-                        "lease": f"{lease.id:016x}",
-                        "kind": kind,
-                        "session": session.id,
-                        "request": lease.request,
-                        "chunks": chunks,
-                        "bytes": chunks * session.chunk_bytes,
-                        "age_s": round(age_s, 3),
-                        "old": age_s > LEASE_WARN_S,
-                        "pids": pids,
-                    }
-                )
-        return sorted(rows, key=lambda row: -row["age_s"])
+        """What sessions hold, oldest first, `LEASES_SHOWN` at most.
 
-    def _session(self, session_id: str) -> dict[str, Any]:
-        session = self._d.sessions[session_id]
-        clients = [c for c in self._clients.values() if c.session == session_id]
+        `old` marks what a person should look at.
+        """
+        now = self._clock()
+        held = heapq.merge(
+            *[_oldest_first(s) for s in self._d.sessions.values()], key=lambda pair: pair[1].since_s
+        )
+        shown = list(islice(held, LEASES_SHOWN))
+        pids = {session.id: set[int]() for session, _ in shown}
+        for client in self._clients.values():
+            if client.pid and client.session in pids:
+                pids[client.session].add(client.pid)
+        rows: list[dict[str, Any]] = []
+        for session, lease in shown:
+            chunks = len(lease.chunks) if isinstance(lease, ReadLease) else 1
+            age_s = now - lease.since_s
+            rows.append(
+                {
+                    "lease": f"{lease.id:016x}",
+                    "kind": "read" if isinstance(lease, ReadLease) else "write",
+                    "session": session.id,
+                    "request": lease.request,
+                    "chunks": chunks,
+                    "bytes": chunks * session.chunk_bytes,
+                    "age_s": round(age_s, 3),
+                    "old": age_s > LEASE_WARN_S,
+                    "pids": sorted(pids[session.id]),
+                }
+            )
+        return rows
+
+    def _sessions(self) -> list[dict[str, Any]]:
+        clients: dict[str, list[Connected]] = {}
+        for client in self._clients.values():
+            clients.setdefault(client.session, []).append(client)
+        shown = islice(self._d.sessions.values(), SESSIONS_SHOWN)
+        return [self._session(session, clients.get(session.id, [])) for session in shown]
+
+    def _session(self, session: Session, clients: Sequence[Connected]) -> dict[str, Any]:
         return {
-            "session": session_id,
+            "session": session.id,
             "model": next((c.hello.model for c in clients if c.hello.model), ""),
             "client": next((c.hello.client for c in clients if c.hello.client), ""),
             "world": session.world,
@@ -195,3 +226,9 @@ class Overview:
         for name in [name for name in self.problems if name.startswith(_TOO_LARGE)]:
             if name.removeprefix(_TOO_LARGE) not in self._d.sessions:
                 del self.problems[name]
+
+
+def _oldest_first(session: Session) -> Iterator[tuple[Session, ReadLease | WriteLease]]:
+    both: list[Iterable[ReadLease | WriteLease]]
+    both = [session.reads_open.values(), session.writes_open.values()]
+    return ((session, lease) for lease in heapq.merge(*both, key=lambda lease: lease.since_s))

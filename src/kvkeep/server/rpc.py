@@ -2,12 +2,17 @@
 
 The handshake runs on the raw socket because loop transports cannot pass descriptors. Every peer's
 process is watched through a pidfd; its end, not the socket's, frees what it may still write.
+
+A connection that sends much at once is served in slices, in turn with the others, and is not read
+from meanwhile: what waits of it is one read of the socket and one frame.
 """
 
 import asyncio
 import contextlib
 import os
 import socket
+import time
+from collections import deque
 from collections.abc import Callable
 from typing import cast
 
@@ -22,6 +27,9 @@ from kvkeep.wire.framing import client_frames, encode
 
 _HELLO_BYTES = 64 << 10
 _HELLO_DESCRIPTORS = 4  # a client sends one
+SLICE_FRAMES = 32  # of one connection before the others have their turn
+SLICE_S = 0.001  # or this long
+_PIECE_BYTES = 4096  # decoded at once: few enough frames
 _STARVED_S = 0.25  # pause of accepting when the kernel has no descriptor for us
 
 
@@ -33,6 +41,10 @@ class Connection(asyncio.Protocol):
         self._reader = client_frames(server.limits.max_frame_bytes)
         self._transport: asyncio.Transport | None = None
         self._queued: list[bytes] = []
+        self._data = b""  # received, not decoded yet
+        self._decoded = 0  # bytes of it that are
+        self._messages: deque[m.ClientMessage] = deque()  # decoded, not served yet
+        self._paused = False  # it has to wait for its next turn
         self.peer = PeerId(0)
         self.why = ""  # it ended; empty: the client closed it
 
@@ -56,19 +68,65 @@ class Connection(asyncio.Protocol):
         self._queued.clear()
 
     def data_received(self, data: bytes) -> None:
+        self._data = self._data[self._decoded :] + data if self._paused else data
+        self._decoded = 0
+        if not self._paused:
+            self._serve()
+
+    def _serve(self) -> None:
+        """What has come, as far as it goes in one turn."""
+        transport, watchdog = self._transport, self._server.service.watchdog
+        assert transport is not None
+        began_s = watchdog.begin()
         try:
-            for message in self._reader.feed(data):
-                self._server.service.receive(self.peer, message)
+            done = self._serve_slice()
         except ProtocolError as error:
-            self.why = str(error)
-            assert self._transport is not None
-            self._transport.abort()
+            self.why, done = str(error), True
+            transport.abort()
+        finally:
+            watchdog.end("frames", began_s)
+        if transport.is_closing():  # `connection_lost` follows
+            self._paused = False
+        elif done and self._paused:
+            self._paused = False
+            transport.resume_reading()
+        elif not done:
+            if not self._paused:
+                self._paused = True
+                transport.pause_reading()
+                self._server.service.counters["connections_paused"] += 1
+            self._server.later(self._next_turn)
+
+    def _serve_slice(self) -> bool:
+        """Whether everything that has come is served."""
+        receive, messages = self._server.service.receive, self._messages
+        until_s = time.perf_counter() + SLICE_S
+        frames = 0
+        while messages or self._decoded < len(self._data):
+            if not messages:
+                piece = self._data[self._decoded : self._decoded + _PIECE_BYTES]
+                self._decoded += len(piece)
+                messages.extend(self._reader.feed(piece))
+                continue
+            if frames >= SLICE_FRAMES or (frames and time.perf_counter() >= until_s):
+                return False
+            frames += 1
+            receive(self.peer, messages.popleft())
+        self._data, self._decoded = b"", 0
+        return True
+
+    def _next_turn(self) -> None:
+        if self._paused:
+            self._serve()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._paused = False
+        self._messages.clear()
         if not self.why:
             cut = self._reader.pending_bytes
             self.why = "it ended in the middle of a frame" if cut else "closed by the client"
-        self._server.lost(self)
+        with self._server.service.watchdog.entry("left"):
+            self._server.lost(self)
 
     def close(self) -> None:
         """End the connection from our side."""
@@ -104,6 +162,10 @@ class ControlServer:
     def start(self) -> None:
         """Begin to accept."""
         self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def later(self, action: Callable[[], None]) -> None:
+        """Run it after whatever is ready now."""
+        self._loop.call_soon(action)
 
     def end_engines(self) -> None:
         """End every engine's connection; operators stay, and may still come."""
@@ -199,7 +261,8 @@ class ControlServer:
                     refuse("the first message must be Hello, and nothing may follow it unanswered")
                     return
                 end()
-                self._admit(sock, messages[0], fds)
+                with self.service.watchdog.entry("hello"):
+                    self._admit(sock, messages[0], fds)
 
         limit_s = self.limits.handshake_timeout_s
         timer = self._loop.call_later(limit_s, lambda: refuse(f"no Hello within {limit_s} s"))
@@ -263,7 +326,8 @@ class ControlServer:
 
     def _process_ended(self, peer: PeerId) -> None:
         self._unwatch(peer)
-        self.service.gone(peer)
+        with self.service.watchdog.entry("process_ended"):
+            self.service.gone(peer)
 
     def _unwatch(self, peer: PeerId) -> None:
         pidfd = self._watched.pop(peer, None)

@@ -6,7 +6,6 @@ was opened is closed in reverse.
 
 import asyncio
 import contextlib
-import gc
 import resource
 import secrets
 import signal
@@ -16,37 +15,64 @@ from collections.abc import Callable, Sequence
 
 from kvkeep.backends import registry
 from kvkeep.backends.checked import Store
+from kvkeep.backends.encrypted import sealers
 from kvkeep.backends.guarded import GuardSettings
 from kvkeep.config import Config, L2Config
 from kvkeep.core.directory import Directory, Limits
 from kvkeep.core.eviction import POLICIES
 from kvkeep.errors import MemoryRefused
-from kvkeep.limits import memory_budget, parse_nodes, resolve_l1_size
+from kvkeep.limits import (
+    SMALLEST_OBJECT_BYTES,
+    memory_budget,
+    parse_amount,
+    parse_nodes,
+    resident_bytes,
+    resolve_l1_size,
+    server_budget,
+)
 from kvkeep.server import http
 from kvkeep.server.endpoint import Endpoint
+from kvkeep.server.garbage import Garbage
 from kvkeep.server.io import Io
 from kvkeep.server.logs import EventLog
+from kvkeep.server.quota_book import QuotaBook
+from kvkeep.server.quotas import Quotas
 from kvkeep.server.rpc import ControlServer
 from kvkeep.server.service import Service
+from kvkeep.server.watchdog import Beat, Watchdog
 from kvkeep.shm import GenerationTable, SharedArena
 from kvkeep.types import Epoch, StorePolicy, printable
 
 TICK_S = 0.25
 LOOK_S = 2.0  # between looks whether the socket file is still there
-GARBAGE_LEAST, GARBAGE_MOST = 10_000, 2_000_000  # container objects since the last time
-GARBAGE_IDLE_S = 1.0  # without a message
-GARBAGE_FULL_S, GARBAGE_FULL_IDLE_S = 3600.0, 10.0
 _SMALLEST_OBJECT_BYTES = 4096
+_END_READS_CHUNKS = 1_000  # about a millisecond
 
 
 def serve(config: Config) -> None:
     """Run a server in this process until SIGTERM or SIGINT. Raises KVKeepError before it starts."""
     import uvloop
 
-    capacity = resolve_l1_size(config.l1.size, memory_budget(), hugepages=config.l1.hugepages)
+    memory = memory_budget()
+    capacity = resolve_l1_size(config.l1.size, memory, hugepages=config.l1.hugepages)
+    book = QuotaBook(config.quota)
     _raise_descriptor_limit()
     log = EventLog(config.log.level, as_json=config.log.format == "json")
-    stores = registry.stores(config.l2.backends, settings=_guard(config.l2), log=log)
+    stores = registry.stores(
+        config.l2.backends,
+        settings=_guard(config.l2),
+        log=log,
+        sealer=sealers(config.l2.key_file, config.l2.encrypt_buffer_bytes),
+    )
+    budget = server_budget(
+        memory,
+        capacity,
+        config.l1.max_objects,
+        huge=config.l1.hugepages != "off",
+        buffers={store.name: store.buffer_bytes for store in stores},
+        used_bytes=resident_bytes(),
+    )
+    budget.check()
     endpoint = Endpoint(config.socket.path, config.socket.group)
     try:
         http_socket = http.bind(config.http) if config.http.enabled else None
@@ -55,10 +81,14 @@ def serve(config: Config) -> None:
             hugepages=config.l1.hugepages != "off",
             numa=parse_nodes(config.l1.numa),
         )
-        slots = min(config.l1.max_objects, capacity // _SMALLEST_OBJECT_BYTES)
+        slots = min(config.l1.max_objects, capacity // SMALLEST_OBJECT_BYTES)
         table = GenerationTable(slots)
         io = Io(stores, arena.view, clock=time.monotonic, log=log)
-        uvloop.run(Server(config, log, endpoint, (arena, table), io=io).run(http_socket))
+        server = Server(config, log, endpoint, (arena, table), io=io)
+        server.limit_tenants(book)
+        server.service.overview.memory = budget.as_dict()
+        log("memory", **budget.fields())
+        uvloop.run(server.run(http_socket))
     finally:
         endpoint.close()
 
@@ -80,6 +110,7 @@ class Server:
         self._endpoint = endpoint
         self._arena, self._table = memory
         self._io = io
+        self.watchdog = Watchdog(log, cpu_clock=time.thread_time if config.log.loop_cpu else None)
         self.service = Service(
             Directory(
                 self._table.words,
@@ -93,7 +124,22 @@ class Server:
             log=log,
             wall_clock=time.time,
             io=io,
+            later=_later,
+            watchdog=self.watchdog,
         )
+        self._web = http.HttpServer(self.service, config.http)
+
+    def limit_tenants(self, book: QuotaBook) -> None:
+        """Keep every tenant to its limits, in L1 and in the backends that can."""
+        for store in self._io.stores:
+            if store.tenanted is not None:
+                store.tenanted.limit_tenants(book)
+        service = self.service
+        quotas = Quotas(
+            book, service.directory, apply=service.apply, stores=self._io.stores, log=self._log
+        )
+        quotas.start()
+        service.overview.quotas = quotas
 
     async def run(self, http_socket: socket.socket | None) -> None:
         """Serve until a signal. Raises BackendError when a backend cannot be opened."""
@@ -112,16 +158,14 @@ class Server:
         )
         control.start()
         self._log.adopt("uvicorn.error", "http")
-        web = http.HttpServer(self.service)
-        tasks = [loop.create_task(self._populate()), loop.create_task(self._tick())]
+        web = self._web
+        garbage = Garbage()
+        tasks = [loop.create_task(self._populate()), loop.create_task(self._tick(garbage))]
         web_task = loop.create_task(web.serve([http_socket])) if http_socket is not None else None
         if web_task is not None:
             web_task.add_done_callback(self.http_ended)
         self._log("serving", **self._description(http_socket))
-        # A full collection of an index of 100,000 objects takes 0.2 s: it waits for idle moments.
-        gc.collect()
-        gc.freeze()
-        gc.disable()
+        beat = Beat(self.watchdog, loop)
         await stop.wait()
         self._log("stopping")
         stop.clear()
@@ -137,6 +181,8 @@ class Server:
             web.should_exit = True
             await asyncio.gather(web_task, return_exceptions=True)
         await self._io.close()
+        beat.stop()
+        garbage.stop()
         self._log("stopped")
 
     async def _drain(self, stop: asyncio.Event) -> None:
@@ -162,23 +208,25 @@ class Server:
         try:
             while self._arena.populated_bytes < self._arena.size_bytes:
                 populated = await loop.run_in_executor(None, self._arena.populate_step)
-                self.service.grown(populated)
+                with self.watchdog.entry("grown"):
+                    self.service.grown(populated)
                 progress(populated)
         except MemoryRefused as error:
             self.service.problems["populate"] = str(error)
             self._log.warn("populate_failed", why=str(error))
 
-    async def _tick(self) -> None:
+    async def _tick(self, garbage: Garbage) -> None:
         look_s = 0.0
-        garbage = Garbage()
         while True:
             await asyncio.sleep(TICK_S)
-            self.service.tick()
-            garbage.collect(idle_s=self.service.idle_s)
-            look_s += TICK_S
-            if look_s >= LOOK_S:
-                look_s = 0.0
-                self.look_at_socket()
+            with self.watchdog.entry("tick"):
+                self.service.tick()
+                chunks = len(self.service.directory.residents.index)
+                garbage.collect(idle_s=self.service.idle_s, chunks=chunks)
+                look_s += TICK_S
+                if look_s >= LOOK_S:
+                    look_s = 0.0
+                    self.look_at_socket()
 
     def look_at_socket(self) -> None:
         """Notice that clients cannot find this server any more. Said once."""
@@ -207,25 +255,6 @@ class Server:
             "l2": " ".join(store.url for store in self._io.stores) or "off",
             "epoch": f"{self.service.epoch:016x}",
         }
-
-
-class Garbage:
-    """Collects cyclic garbage in idle moments, or when there is too much of it.
-
-    What is new is looked at often. All of it rarely: that takes 0.2 s for 100,000 objects.
-    """
-
-    def __init__(self) -> None:
-        self._full_s = time.monotonic()
-
-    def collect(self, *, idle_s: float) -> None:
-        """Called now and then."""
-        made = gc.get_count()[0]  # container objects since the last collection
-        if idle_s >= GARBAGE_FULL_IDLE_S and time.monotonic() - self._full_s >= GARBAGE_FULL_S:
-            self._full_s = time.monotonic()
-            gc.collect()
-        elif made >= GARBAGE_MOST or (idle_s >= GARBAGE_IDLE_S and made >= GARBAGE_LEAST):
-            gc.collect(1)
 
 
 class Progress:
@@ -260,8 +289,10 @@ def _limits(config: Config, backends: Sequence[Store]) -> Limits:
         persists_per_backend=config.l2.persists,
         persist_queue_bytes=config.l2.persist_queue_bytes,
         persist_tries=config.l2.persist_tries,
+        end_reads_chunks=_END_READS_CHUNKS,
         low_water_fraction=config.l2.low_water_fraction,
         store_policy=StorePolicy(config.l2.policy),
+        default_quota=parse_amount(config.quota.default_l1),
     )
 
 
@@ -280,6 +311,11 @@ def _raise_descriptor_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _later(action: Callable[[], None]) -> None:
+    """Run it when the loop has served what is ready."""
+    asyncio.get_running_loop().call_soon(action)
 
 
 def _random_id() -> int:

@@ -16,7 +16,10 @@ from kvkeep.core.directory import Directory
 from kvkeep.server.io import Io
 from kvkeep.server.operators import Client, Link, Operators
 from kvkeep.server.overview import Log, Overview
+from kvkeep.server.relief import Relief, is_stopped
+from kvkeep.server.sweeps import Later, Sweeps
 from kvkeep.server.timeline import Record, Timeline
+from kvkeep.server.watchdog import Watchdog
 from kvkeep.types import (
     HASH_BYTES,
     ChunkHash,
@@ -26,7 +29,6 @@ from kvkeep.types import (
     Fingerprint,
     IoOutcome,
     LeaseId,
-    Namespace,
     PeerId,
     Role,
     StageOutcome,
@@ -35,8 +37,9 @@ from kvkeep.types import (
 from kvkeep.wire import messages as m
 
 PENDING_SINCE = 2  # the protocol version that knows pending lookups
+MOST_PENDING = 4_096  # lookups of one session that may wait for L2
 CHECK_IDLE_S = 5.0  # without a message for so long, the invariants are verified
-CHECK_MOST_CHUNKS = 5_000  # more would keep the loop busy for too long
+CHECK_MOST_SLOTS = 1_000  # ever used: more would keep the loop busy for too long
 
 _STORED_ALREADY = {StageOutcome.RESIDENT, StageOutcome.IN_PROGRESS}
 
@@ -62,10 +65,14 @@ class Service:
         log: Log,
         wall_clock: Callable[[], float] | None = None,
         io: Io | None = None,
+        stopped: Callable[[int], bool] = is_stopped,
+        later: Later | None = None,
+        watchdog: Watchdog | None = None,
     ) -> None:
         """`wall_clock`: seconds since 1970, for people; without it `clock` stands in.
 
-        `io` carries out what concerns L2; without it there is none.
+        `io` carries out what concerns L2; without it there is none. `later` runs something when
+        the loop has served what is ready; without it nothing is sliced.
         """
         self.directory = directory
         self.epoch = epoch
@@ -85,17 +92,22 @@ class Service:
             stores=lambda: io.statuses() if io is not None else [],
         )
         self.problems = self.overview.problems
+        self.watchdog = watchdog or Watchdog()
+        self.overview.loop = self.watchdog.status
+        self.most_pending = MOST_PENDING
         self._io = io
         self._clock = clock
         self._wall_clock = wall_clock or clock
         self._log = log
         self._pending: dict[TicketId, _Waiting] = {}
         self._early: dict[TicketId, ev.Hit] = {}  # answered before the lookup's own call returned
-        self._forgetting: dict[Fingerprint, list[tuple[Client, int, int]]] = {}  # seq, chunks
+        self._pending_of: Counter[str] = Counter()  # session -> its pending lookups
         self._operators = Operators(self, clock, log)
+        self.sweeps = Sweeps(self, log, later=later, rested=self._operators.tell_persisted)
+        self._relief = Relief(directory.pressure, self.clients, clock, stopped=stopped)
         self._last_message_s = self._last_check_s = clock()
         if io is not None:
-            io.attach(self.apply, self._forgotten)
+            io.attach(self._apply_io, self.sweeps.forgotten)
 
     # ---- connections
 
@@ -181,7 +193,7 @@ class Service:
         """The server ends soon: take no engine any more, and persist what L2 lacks."""
         self.stopping = True
         self.problems["stopping"] = "the server is stopping: it persists what L2 does not have yet"
-        self.apply(ev.Drain())
+        self.apply(ev.Drain(self.sweeps.sliced))
 
     def tick(self) -> None:
         """Time passed. A server with nothing to do verifies the core's invariants."""
@@ -190,7 +202,7 @@ class Service:
         now = self._clock()
         self._operators.tell_persisted()
         idle = now - max(self._last_message_s, self._last_check_s) > CHECK_IDLE_S
-        if idle and len(self.directory.residents.index) <= CHECK_MOST_CHUNKS:
+        if idle and len(self.directory.slots.state) <= CHECK_MOST_SLOTS:
             self._last_check_s = now
             try:
                 check(self.directory)
@@ -216,7 +228,7 @@ class Service:
             case m.Cancel():
                 ticket = TicketId(message.ticket)
                 if self.apply(ev.Cancel(client.session, ticket)) == ev.Done(1):
-                    self._pending.pop(ticket, None)
+                    self._not_pending(ticket)
             case m.End():
                 self._end(client, message)
             case m.Stage():
@@ -229,7 +241,8 @@ class Service:
             case m.Drop():
                 self.apply(ev.Drop(client.session, message.hashes))
             case m.Forget():
-                self._forget(client, message)
+                session = self.directory.sessions.get(client.session)
+                self.sweeps.forget(client, message, session)
             case m.Note():
                 record = self._record(client, message.request)
                 record.prompt_tokens = record.prompt_tokens or message.prompt_tokens
@@ -245,13 +258,17 @@ class Service:
                 client.link.send(m.Problem("a connection says Hello once"))
 
     def _lookup(self, client: Client, message: m.Lookup) -> m.Found | m.Pending:
+        fetch = message.fetch and client.version >= PENDING_SINCE
+        if fetch and self._pending_of[client.session] >= self.most_pending:
+            self.counters["lookups_over_bound"] += 1
+            fetch = False  # what L1 has is said at once
         event = ev.Lookup(
             client.session,
             message.request,
             message.hashes,
             message.salt,
             message.near,
-            message.fetch and client.version >= PENDING_SINCE,
+            fetch,
             message.wait_ms / 1e3 if message.wait_ms >= 0 else None,
         )
         reply = self.apply(event)
@@ -264,6 +281,7 @@ class Service:
             if hit is None:
                 record.add(self._clock(), "lookup: L2 may have more")
                 self._pending[reply.ticket] = _Waiting(client, message.request)
+                self._pending_of[client.session] += 1
                 return m.Pending(message.seq, reply.ticket)
         else:
             assert isinstance(reply, ev.Hit)
@@ -275,7 +293,7 @@ class Service:
 
     def _resolve(self, effect: ev.Answered) -> None:
         """The answer of a pending lookup: pushed, or part of the lookup's own reply."""
-        waiting = self._pending.pop(effect.ticket, None)
+        waiting = self._not_pending(effect.ticket)
         if waiting is None:
             self._early[effect.ticket] = effect.hit
             return
@@ -289,6 +307,15 @@ class Service:
         elif hit.lease:  # nobody is left who would end it
             ranks = tuple(range(client.hello.world))
             self.apply(ev.End(client.session, hit.lease, ranks, EndOutcome.UNUSED))
+
+    def _not_pending(self, ticket: TicketId) -> _Waiting | None:
+        waiting = self._pending.pop(ticket, None)
+        if waiting is not None:
+            session = waiting.client.session
+            self._pending_of[session] -= 1
+            if not self._pending_of[session]:
+                del self._pending_of[session]
+        return waiting
 
     def _record_hit(self, client: Client, request: str, hit: ev.Hit) -> None:
         reasons = bytes(hit.reasons)
@@ -363,25 +390,6 @@ class Service:
             self._record(client, request).add(now, f"stored {chunks} {noun}")
         return m.Committed(message.seq, bytes(done.outcomes))
 
-    def _forget(self, client: Client, message: m.Forget) -> None:
-        """The answer comes when L2 has forgotten too, or could not."""
-        session = self.directory.sessions.get(client.session)
-        if session is None or not session.ready:
-            client.link.send(m.Forgotten(message.seq, 0, done=False))
-            return
-        asked = self._forgetting.setdefault(session.fingerprint, [])
-        done = self.apply(ev.Forget(client.session))
-        assert isinstance(done, ev.Done)
-        self._log("forgotten", session=client.session, chunks=done.changed)
-        asked.append((client, message.seq, done.changed))
-        if not self.backends:
-            self._forgotten(session.space(None), True)
-
-    def _forgotten(self, space: Namespace, done: bool) -> None:
-        for client, seq, chunks in self._forgetting.pop(space.fingerprint, ()):
-            if client.peer in self.clients:
-                client.link.send(m.Forgotten(seq, chunks, done))
-
     # ---- what people see of a request
 
     def _record(self, client: Client, request: str) -> Record:
@@ -408,7 +416,8 @@ class Service:
 
     def status(self) -> dict[str, Any]:
         """The answer of `kvkeep status --json`."""
-        return self.overview.status()
+        with self.watchdog.entry("status"):
+            return self.overview.status()
 
     def counts(self) -> dict[str, int]:
         """Every counter, the core's and our own."""
@@ -417,7 +426,11 @@ class Service:
             "evicted_chunks": residents.evicted_chunks,
             "evicted_bytes": residents.evicted_bytes,
         }
-        return {**self.directory.counters, **self.counters, **evicted}
+        lost = {
+            "timeline_forgotten": self.timeline.forgotten,
+            "discards_lost": self._io.discards_lost if self._io is not None else 0,
+        }
+        return {**self.directory.counters, **self.counters, **evicted, **lost}
 
     # ---- effects
 
@@ -426,7 +439,18 @@ class Service:
         reply, effects = self.directory.handle(event, self._clock())
         if effects:
             self._carry_out(effects)
+        if (order := self._relief.order()) is not None:
+            self.apply(order)
+        self.sweeps.carry_on()
         return reply
+
+    def _apply_io(self, event: ev.Event) -> ev.Reply:
+        """What I/O says: an entry of its own unless it is said within another one."""
+        began_s = self.watchdog.begin()
+        try:
+            return self.apply(event)
+        finally:
+            self.watchdog.end("io", began_s)
 
     def _carry_out(self, effects: list[ev.Effect]) -> None:
         for effect in effects:
@@ -434,6 +458,9 @@ class Service:
             match effect:
                 case ev.Answered():
                     self._resolve(effect)
+                    continue
+                case ev.Swept():
+                    self.sweeps.swept(effect)
                     continue
                 case ev.ChunkPersisted():
                     self._record_persisted(effect)

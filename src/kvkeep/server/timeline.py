@@ -60,6 +60,7 @@ class Timeline:
     def __init__(self, most: int = REQUESTS) -> None:
         self._records: OrderedDict[tuple[str, str], Record] = OrderedDict()
         self._most = most
+        self.forgotten = 0  # records that made room
 
     def record(self, session: str, request: str, now_s: float, at_s: float) -> Record:
         """The request's record, made when it is new."""
@@ -69,6 +70,7 @@ class Timeline:
             record = self._records[key] = Record(*key, now_s, at_s)
             if len(self._records) > self._most:
                 self._records.popitem(last=False)
+                self.forgotten += 1
         return record
 
     def known(self, session: str, request: str) -> Record | None:
@@ -191,5 +193,6 @@ _DETAIL = {
     Reason.POLICY: "the request uses something that kvkeep neither looks up nor stores",
     Reason.NOT_READY: "not every rank of the session has said Hello in this epoch",
     Reason.REVOKED: "its reservation was revoked",
+    Reason.OVER_QUOTA: "external storage has it, and its tenant may have no more in L1",
     Reason.BEHIND: "it is there, but a chunk before it is not",
 }

@@ -3,6 +3,7 @@
 A later part adds a fault by one class and one entry in `FAULTS`.
 """
 
+import json
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvkeep.testing.fake_client import FakeClient
 from kvkeep.testing.faulty_backend import Fault as L2Fault
-from kvkeep.testing.faulty_backend import Kind
+from kvkeep.testing.knobs import PAGE_BYTES
+from kvkeep.testing.sim_storage import OUTAGES
 from kvkeep.types import EndOutcome
 from kvkeep.wire import messages as m
 
@@ -37,6 +39,7 @@ class Sometimes(ABC):
     def maybe(self, rng: random.Random, world: "World") -> None:
         """Strike at the rate."""
         if rng.random() < self.rate:
+            world.struck[type(self).__name__] += 1
             self.strike(rng, world)
 
     @abstractmethod
@@ -82,6 +85,17 @@ class KillProcess(Sometimes):
             rng.choice(processes).kill()
 
 
+class StopEngine(Sometimes):
+    """All of an engine is stopped for a while; others may take what it reads."""
+
+    def strike(self, rng: random.Random, world: "World") -> None:
+        engines = [engine for engine in world.engines.values() if engine.processes]
+        if engines:
+            for_s = rng.choice((0.1, 1.0, 5.0))
+            for process in rng.choice(engines).processes:
+                process.stop(for_s)
+
+
 class KillServer(Sometimes):
     """The server dies, and is back a little later with another epoch and arena."""
 
@@ -122,6 +136,7 @@ class Operate(Sometimes):
                 ("clear", "force"),
                 ("status", ""),
                 ("leases", ""),
+                ("quota", ""),
                 ("explain", ""),
                 ("nonsense", ""),
             )
@@ -133,6 +148,20 @@ class Operate(Sometimes):
         if call is not None:
             failed = isinstance(call.reply, m.Failed)
             assert failed == (what == "nonsense") or what == "explain"
+
+
+class Limit(Sometimes):
+    """An operator gives a tenant another limit, or takes it away."""
+
+    def strike(self, rng: random.Random, world: "World") -> None:
+        salt = rng.choice(("", "a"))
+        limit = rng.choice(("0", "12.5%", "25%", "60%", "100%", f"{3 * PAGE_BYTES}"))
+        order = {"salt": salt} if rng.random() < 0.3 else {"salt": salt, "l1": limit}
+        what = "quota_set" if "l1" in order else "quota_unset"
+        world.spawn(self._ask(world, what, json.dumps(order)))
+
+    async def _ask(self, world: "World", what: str, argument: str) -> None:
+        await world.operator.call(lambda seq: m.Query(seq, what, argument))
 
 
 class Empty(Sometimes):
@@ -166,7 +195,7 @@ class Outage(Sometimes):
         if not world.disks:
             return
         disk = rng.choice(world.disks)
-        fault = L2Fault(rng.choice((Kind.ERROR, Kind.SLOW)), delay_s=rng.random())
+        fault = L2Fault(rng.choice(OUTAGES), delay_s=rng.random())
         disk.plan.outage = fault
 
         def over() -> None:
@@ -214,6 +243,7 @@ FAULTS: tuple[tuple[Callable[[float], Fault], float], ...] = (  # with the most 
     (LoseConnection, 0.15),
     (SpoilFrame, 0.1),
     (KillProcess, 0.1),
+    (StopEngine, 0.05),
     (KillServer, 0.015),
     (StopServer, 0.05),
     (Revoke, 0.3),
@@ -221,6 +251,7 @@ FAULTS: tuple[tuple[Callable[[float], Fault], float], ...] = (  # with the most 
     (Misuse, 0.1),
     (Restart, 0.01),
     (Empty, 0.15),
+    (Limit, 0.1),
     (Outage, 0.01),
     (DamageL2, 0.2),
     (Unstick, 0.05),

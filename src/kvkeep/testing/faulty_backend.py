@@ -27,6 +27,7 @@ class Kind(Enum):
     """What goes wrong with one call."""
 
     ERROR = "error"  # OSError
+    DENIED = "denied"  # OSError: the permission is lost
     REFUSE = "refuse"  # BackendError; a put answers REFUSED
     FULL = "full"  # puts only
     MISSING = "missing"  # get: gone though listed; put: lost though answered
@@ -36,6 +37,10 @@ class Kind(Enum):
     OTHER_KEY = "other_key"  # another object's header and bytes
     NEVER = "never"  # does not return before `unstick`
     SLOW = "slow"  # returns after `delay_s`, which may be past any deadline
+    AFTER_CLOSE = "after_close"  # does not return before `close` or `unstick`, then does its work
+
+
+HANGS = frozenset((Kind.NEVER, Kind.AFTER_CLOSE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +135,15 @@ class FaultyBackend:
         self._later = later  # whether `contains` answers by an awaitable
         self._capacity_bytes = capacity_bytes
         self._hanging: list[asyncio.Future[None]] = []
+        self._until_close: list[asyncio.Future[None]] = []  # some of them
 
     async def open(self) -> None:
         """Ready at once."""
         await self._begin("open")
 
     async def close(self) -> None:
-        """What hangs goes on hanging."""
+        """What hangs goes on hanging, but for what waits for just this."""
+        _let_go(self._until_close)
         await self._begin("close")
 
     @property
@@ -146,10 +153,8 @@ class FaultyBackend:
 
     def unstick(self) -> None:
         """Every call that hangs goes on now and does its work."""
-        for future in self._hanging:
-            if not future.done():
-                future.set_result(None)
-        self._hanging.clear()
+        _let_go(self._hanging)
+        self._until_close.clear()
 
     def contains(
         self, space: Namespace, keys: Sequence[ObjectKey]
@@ -157,7 +162,7 @@ class FaultyBackend:
         """At once, unless made to answer later or this call is slow."""
         self.calls["contains"] += 1
         fault = self.plan.next("contains")
-        if self._later or (fault is not None and fault.kind in (Kind.NEVER, Kind.SLOW)):
+        if self._later or (fault is not None and fault.kind in (*HANGS, Kind.SLOW)):
             return self._contains_later(space, keys, fault)
         _raise(fault, "contains")
         return self._has(space, keys, fault)
@@ -265,9 +270,11 @@ class FaultyBackend:
 
     async def _wait(self, fault: Fault | None) -> None:
         """Always lets others run, as input and output does."""
-        if fault is not None and fault.kind is Kind.NEVER:
+        if fault is not None and fault.kind in HANGS:
             future = asyncio.get_running_loop().create_future()
             self._hanging.append(future)
+            if fault.kind is Kind.AFTER_CLOSE:
+                self._until_close.append(future)
             await future
         else:
             slow = fault is not None and fault.kind is Kind.SLOW
@@ -304,6 +311,13 @@ def flipped(data: bytes, bit: int) -> bytes:
     return bytes(changed)
 
 
+def _let_go(hanging: list[asyncio.Future[None]]) -> None:
+    for future in hanging:
+        if not future.done():
+            future.set_result(None)
+    hanging.clear()
+
+
 def _size(stored: tuple[bytes, bytes]) -> int:
     return len(stored[0]) + len(stored[1])
 
@@ -311,5 +325,7 @@ def _size(stored: tuple[bytes, bytes]) -> int:
 def _raise(fault: Fault | None, operation: str) -> None:
     if fault is not None and fault.kind is Kind.ERROR:
         raise OSError(errno.EIO, f"{operation} fails on demand")
+    if fault is not None and fault.kind is Kind.DENIED:
+        raise PermissionError(errno.EACCES, f"{operation} is not permitted any more")
     if fault is not None and fault.kind is Kind.REFUSE:
         raise BackendError(f"{operation} is refused on demand")

@@ -29,10 +29,11 @@ async def fill(world: "World") -> None:
     client.start()
     while client.ready is None:
         await client.process.sleep(0.01)
+    world.host.lift_quotas()
     root = root_hash(who.session_fingerprint())
     directory = world.host.directory
     if size > PAGE_BYTES:  # gaps of a page between extents of two are nobody's fault
-        world.host.clear()
+        world.host.clear(sliced=False)
     count = directory.arena.populated_bytes // size
     hashes = [chunk_hash(root, number.to_bytes(4, "little")) for number in range(count)]
     for _ in range(_ROUNDS):

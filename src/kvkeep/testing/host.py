@@ -6,15 +6,22 @@ has a new epoch, directory and arena; clients of the old one keep the old memory
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from kvkeep.backends.checked import Store
 from kvkeep.backends.registry import compose
 from kvkeep.core import events as ev
+from kvkeep.core.quota import EVERYTHING
 from kvkeep.errors import ProtocolError
 from kvkeep.server.io import Apply, Forgotten, Io
 from kvkeep.server.overview import Log
+from kvkeep.server.quota_book import QuotaBook
+from kvkeep.server.quotas import Quotas
 from kvkeep.server.service import Service
+from kvkeep.server.watchdog import Watchdog
 from kvkeep.testing.knobs import PAGE_BYTES
 from kvkeep.testing.model import Memory, WatchedDirectory
 from kvkeep.testing.network import End, connection
@@ -28,6 +35,9 @@ if TYPE_CHECKING:
     from kvkeep.testing.world import World
 
 _TICK_S = 0.25
+_SLICE = 20  # looks at chunks: much happens between two slices of a sweep
+_SLICE_EVERY_S = 0.001
+_END_READS_CHUNKS = 3
 _GROW_STEPS = 4
 
 
@@ -52,9 +62,8 @@ class Host:
         world, knobs = self.world, self.world.knobs
         size = knobs.arena_pages * PAGE_BYTES
         self.memory = Memory(Epoch(world.new_id()), bytearray(size), [0] * knobs.slots)
-        self.directory = WatchedDirectory(
-            self.memory, world.new_id, limits=knobs.limits, watch=world
-        )
+        limits = msgspec.structs.replace(knobs.limits, end_reads_chunks=_END_READS_CHUNKS)
+        self.directory = WatchedDirectory(self.memory, world.new_id, limits=limits, watch=world)
         self.io = self._mounted() if knobs.limits.backends else None
         self.service = Service(
             self.directory,
@@ -63,7 +72,15 @@ class Host:
             clock=world.loop.time,
             log=_no_log,
             io=self.io,
+            stopped=lambda pid: world.processes[pid].stopped,
+            watchdog=Watchdog(clock=lambda: 1.0 + world.loop.time()),
+            later=partial(self._later, self.memory),
         )
+        self.service.sweeps.slice = _SLICE
+        quotas = Quotas(
+            QuotaBook(), self.directory, apply=self.service.apply, stores=(), log=_no_log
+        )
+        self.service.overview.quotas = quotas
         self._populate(self.service, 1)
         self._tick(self.service)
 
@@ -112,11 +129,14 @@ class Host:
         if memory.model is not None:
             self.do(hear)
 
+    def _later(self, memory: Memory, action: Callable[[], None]) -> None:
+        self.world.loop.call_later(_SLICE_EVERY_S, lambda: self.from_io(memory, action))
+
     def drain(self) -> None:
         """SIGTERM: first everything goes to L2."""
         service = self.service
         if service is not None:
-            self.do(lambda: _ignore(service.apply(ev.Drain())))
+            self.do(lambda: _ignore(service.apply(ev.Drain(sliced=True))))
 
     def stop(self, for_s: float) -> None:
         """SIGSTOP, and SIGCONT after a while; what arrives meanwhile waits in order."""
@@ -162,11 +182,17 @@ class Host:
             # There is no message for it yet; the service's own door carries the push out.
             self.do(lambda: _ignore(service.apply(ev.Revoke(lease))))
 
-    def clear(self) -> None:
+    def clear(self, *, sliced: bool = True) -> None:
         """An operator empties L1."""
         service = self.service
         if service is not None:
-            self.do(lambda: _ignore(service.apply(ev.Clear())))
+            self.do(lambda: _ignore(service.apply(ev.Clear(sliced=sliced))))
+
+    def lift_quotas(self) -> None:
+        """Requests without a salt may take all of L1."""
+        service = self.service
+        if service is not None:
+            self.do(lambda: _ignore(service.apply(ev.SetQuota(None, EVERYTHING))))
 
     def _populate(self, service: Service, step: int) -> None:
         if service is not self.service or step > _GROW_STEPS:

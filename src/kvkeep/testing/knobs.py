@@ -6,8 +6,10 @@ faults happening all the time. `calm` ends them for the liveness phase.
 
 import random
 from dataclasses import dataclass
+from fractions import Fraction
 
 from kvkeep.core.directory import Limits
+from kvkeep.core.quota import EVERYTHING
 from kvkeep.testing import sim_l2_knobs
 from kvkeep.testing.layouts import some_layouts
 from kvkeep.testing.network import Conditions
@@ -79,6 +81,7 @@ def drawn(rng: random.Random) -> Knobs:
         persist_tries=rng.choice((1, 3)),
         low_water_fraction=rng.choice((0.2, 0.6)),
         store_policy=rng.choice(list(StorePolicy)),
+        default_quota=rng.choice((EVERYTHING, EVERYTHING, Fraction(1, 2), Fraction(1, 4))),
     )
     return Knobs(
         arena_pages=pages,

@@ -18,6 +18,7 @@ from kvkeep.core.eviction import Chunk
 from kvkeep.core.leases import Session
 from kvkeep.testing.process import Process
 from kvkeep.testing.sim_l2_model import Flight, L2Before, L2Model
+from kvkeep.testing.sim_quota_model import QuotaModel, Used
 from kvkeep.testing.sim_usable import longest, split
 from kvkeep.types import (
     NO_LEASE,
@@ -74,6 +75,7 @@ class _Before:
     commits: list[tuple[CommitOutcome, ChunkHash]]
     pending: bool  # the lookup is to be answered later
     l2: L2Before
+    used: Used
 
 
 class Model:
@@ -83,10 +85,12 @@ class Model:
         self.directory = self._d = directory
         self._memory = memory
         self._seen = watch.seen
-        self.resident: dict[ChunkHash, Chunk] = {}
+        self.resident: dict[ChunkHash, Chunk] = {}  # findable
+        self._condemned: dict[ChunkHash, Chunk] = {}  # cleared or forgotten, and there for a while
         self._owners: dict[SlotId, int] = {}  # who may write a slot: a lease, or minus a transfer
         self.events = 0
         self.l2 = L2Model(self, watch.counted)
+        self._quotas = QuotaModel(directory)
 
     # ---- what engines ask
 
@@ -122,6 +126,7 @@ class Model:
             commits=self._expected_commits(event) if isinstance(event, ev.Commit) else [],
             pending=pending,
             l2=self.l2.before(event),
+            used=self._quotas.used(),
         )
 
     def after(
@@ -135,6 +140,9 @@ class Model:
         self.events += 1
         reply, effects = answer
         self._generations_changed(before)
+        if isinstance(reply, ev.Sweeping):  # from now on nobody finds them
+            for chunk_hash in self.l2.expected_to_go(event):
+                self._condemned[chunk_hash] = self.resident.pop(chunk_hash)
         self.l2.ended(event, reply, now_s)
         states = self._d.slots.state
         for slot in [s for s in self._owners if states[s] not in _WRITABLE]:
@@ -153,6 +161,7 @@ class Model:
             self._check_grants(event, reply)
         self._residents_moved(event, committed, before, now_s)
         self.l2.began(event, effects, before.l2, now_s)
+        self._quotas.after(event, before.used)
 
     def _generations_changed(self, before: _Before) -> None:
         slots, words = self._d.slots, self._memory.generations
@@ -187,7 +196,7 @@ class Model:
     def _under_cap(self, session: Session, found: list[Chunk | None], taken_bytes: int) -> int:
         """How many of these the session may reserve."""
         cap = int(self._d.limits.session_reserve_fraction * self._d.arena.populated_bytes)
-        fits, held = 0, set(session.held)
+        fits, held = 0, set(session.held.counts())
         for chunk in found:
             if chunk is not None:
                 held.add(chunk)
@@ -300,8 +309,12 @@ class Model:
         at_once = [h for h in expected if h not in index]  # evicted by the fetch that had to wait
         if before.l2.makes_room or self.l2.skips_l1:
             expected = [h for h in expected if h in index]
-        added = [h for h in index if h not in self.resident]
-        assert added == expected, f"{type(event).__name__} published what it must not, or did not"
+        swept = [h for h, chunk in self._condemned.items() if index.get(h) is not chunk]
+        for chunk_hash in swept:
+            del self._condemned[chunk_hash]
+        added = [h for h in index if h not in self.resident and h not in self._condemned]
+        right = sorted(added) == sorted(expected)
+        assert right, f"{type(event).__name__} published what it must not, or did not"
         for chunk_hash in added:
             chunk = self.resident[chunk_hash] = index[chunk_hash]
             self.l2.arrived(chunk_hash, flight, now_s)
@@ -314,13 +327,14 @@ class Model:
             assert len(others) <= evicted, f"{len(others)} chunks left, {evicted} evicted"
         else:
             left = len(others) + len(at_once)
-            assert left == evicted, f"{left} chunks left, {evicted} evicted"
+            right = left <= evicted <= left + len(swept)  # what is condemned may go either way
+            assert right, f"{left} chunks left, {evicted} evicted"
         for chunk_hash in others:
             chunk = self.resident[chunk_hash]
             assert self.l2.may_evict(chunk, before.l2), f"{type(event).__name__} evicted a chunk"
             assert chunk not in self._d.residents.unlinked, "evicted, but read"
         if isinstance(event, ev.Clear):
-            assert not index
+            assert set(index) == set(self._condemned)
         for chunk_hash in gone:
             del self.resident[chunk_hash]
 

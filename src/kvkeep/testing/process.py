@@ -20,6 +20,7 @@ class Process:
         self.pid = pid
         self.alive = True
         self.died_s = 0.0
+        self._stopped_until_s = 0.0
         self.on_death: list[Callable[[], None]] = []
         self._loop = loop
         self._rng = rng
@@ -28,7 +29,18 @@ class Process:
     async def sleep(self, seconds: float) -> None:
         """Let time pass; raises ProcessEnded when the process died meanwhile."""
         await asyncio.sleep(seconds)
+        while self.alive and (left_s := self._stopped_until_s - self._loop.time()) > 0:
+            await asyncio.sleep(left_s)
         self.check()
+
+    def stop(self, for_s: float) -> None:
+        """SIGSTOP, and SIGCONT after a while; messages that come meanwhile are still taken."""
+        self._stopped_until_s = self._loop.time() + for_s
+
+    @property
+    def stopped(self) -> bool:
+        """As the kernel shows it."""
+        return self.alive and self._loop.time() < self._stopped_until_s
 
     def check(self) -> None:
         """Raise ProcessEnded when it is dead."""

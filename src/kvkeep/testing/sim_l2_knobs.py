@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 
 from kvkeep.backends.guarded import GuardSettings
-from kvkeep.testing.faulty_backend import Kind
+from kvkeep.testing.faulty_backend import HANGS, Kind
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ def drawn(rng: random.Random) -> L2Knobs:
         breaker_open_s=rng.choice((0.1, 0.5)),
         breaker_open_most_s=1.0,
     )
-    kinds = {kind for kind in Kind if rng.random() < 0.5} - {Kind.NEVER}
+    kinds = {kind for kind in Kind if rng.random() < 0.5} - HANGS
     most_stuck = rng.choice((0, 0, 2, 8))
     if most_stuck:
         kinds.add(Kind.NEVER)

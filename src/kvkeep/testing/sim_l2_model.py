@@ -110,7 +110,8 @@ class L2Model:
             awaited[ticket_id] = {ticket.hashes[i] for i in ticket.wanted()}
         publishes = self._published(event) if isinstance(event, ev.Fetched) else None
         exact = self._without_l2(event)
-        makes_room = bool(fetcher.queued) or isinstance(event, ev.Stage | ev.Probed | ev.Expire)
+        wants_room = isinstance(event, ev.Stage | ev.Probed | ev.Expire | ev.Tick)  # Tick: quotas
+        makes_room = bool(fetcher.queued) or wants_room
         plans = self._plans(event)
         return L2Before(held, awaited, makes_room, publishes, plans, exact)
 
@@ -246,8 +247,8 @@ class L2Model:
         for other in self._d.sessions.values():
             if other.fingerprint == fingerprint:
                 self.doomed_leases |= set(other.writes_open)
-        index = self._d.residents.index.values()
-        assert not any(c.space.fingerprint == fingerprint for c in index), "forgotten, and there"
+        there = self._model.resident.values()  # findable; what is swept later is not
+        assert not any(c.space.fingerprint == fingerprint for c in there), "forgotten, and there"
         self._counted("forgets")
 
     def expected_to_go(self, event: ev.Event) -> set[ChunkHash]:
@@ -406,7 +407,7 @@ class L2Model:
             return False
         reasons = set(hit.reasons)
         match event:
-            case ev.Revoke() | ev.Clear():
+            case ev.Revoke() | ev.Relieve() | ev.Clear() | ev.Sweep():
                 return reasons == {Reason.REVOKED}
             case ev.Forget():
                 session = self._d.sessions[asked.session]

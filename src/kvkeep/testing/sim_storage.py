@@ -20,13 +20,28 @@ from kvkeep.testing.sim_l2_knobs import L2Knobs
 from kvkeep.types import ChunkHash, IoOutcome, Namespace, ObjectKey
 
 _BITS = 1 << 20
-_ANY = (Kind.ERROR, Kind.SLOW, Kind.NEVER)
-_HARDER = {"get": 2.0, "put": 0.2}  # a failed put pauses the persists for long
+_ANY = (Kind.ERROR, Kind.DENIED, Kind.SLOW, Kind.NEVER)
+_SPOILT = (Kind.MISSING, Kind.SHORT, Kind.LONG, Kind.FLIPPED, Kind.OTHER_KEY)
+# Of the share that fails: a failed put pauses the persists for long; some calls are rare.
+_HARDER = {"get": 2.0, "put": 0.25, "probe": 1.5, "forget": 1.0, "delete": 0.7}
 _KINDS = {  # what may go wrong with a call
     "contains": (*_ANY, Kind.MISSING),
-    "get": (*_ANY, Kind.MISSING, Kind.SHORT, Kind.LONG, Kind.FLIPPED, Kind.OTHER_KEY),
-    "put": (*_ANY, Kind.FULL, Kind.REFUSE, Kind.MISSING, Kind.SHORT, Kind.FLIPPED, Kind.OTHER_KEY),
+    "get": (*_ANY, *_SPOILT),
+    "put": (*_ANY, *_SPOILT, Kind.FULL, Kind.REFUSE),
+    "delete": _ANY,
+    "forget": _ANY,
+    "probe": _ANY,
 }
+OUTAGES = (Kind.ERROR, Kind.DENIED, Kind.SLOW)  # of everything, for a while
+_AT_REST = ("flipped", "short", "header", "other_key")
+_LATEST_S = 1.0  # a dead server's write lands this long after its death at most
+KNOWN = (  # each as `operation word`, to see that all of them are met
+    *(f"{operation} {kind.value}" for operation, kinds in _KINDS.items() for kind in kinds),
+    *(f"{operation} late" for operation in _KINDS),
+    "put after_close",
+    *(f"outage {kind.value}" for kind in OUTAGES),
+    *(f"at_rest {word}" for word in _AT_REST),
+)
 
 
 class Misfortune:
@@ -35,18 +50,19 @@ class Misfortune:
     def __init__(self, rng: random.Random, knobs: L2Knobs) -> None:
         self.outage: Fault | None = None  # what every call does now
         self.calm = False
-        self.struck: Counter[str] = Counter()  # faults by operation
+        self.struck: Counter[str] = Counter()  # each of `KNOWN`
         self._rng = rng
         self._knobs = knobs
         self._stuck = 0
 
     def next(self, operation: str) -> Fault | None:
         """The fault of the call that begins now."""
-        fault = None if self.calm else self.outage or self._single(operation)
-        if fault is not None:
-            self.struck[operation] += 1
-            return fault
-        return self._latency(operation)
+        if self.calm:
+            return self._latency(operation)
+        if self.outage is not None:
+            self.struck[f"outage {self.outage.kind.value}"] += 1
+            return self.outage
+        return self._single(operation) or self._latency(operation)
 
     def _latency(self, operation: str) -> Fault | None:
         """How long it takes when all is well."""
@@ -60,7 +76,7 @@ class Misfortune:
         share = knobs.share * _HARDER.get(operation, 0.5)
         if rng.random() >= share:
             return None
-        kinds = [kind for kind in _KINDS.get(operation, _ANY) if kind in knobs.kinds]
+        kinds = [kind for kind in _KINDS.get(operation, ()) if kind in knobs.kinds]
         if not kinds:
             return None
         kind = rng.choice(kinds)
@@ -71,7 +87,9 @@ class Misfortune:
         guard = knobs.guard
         limits_s = {"contains": guard.lookup_timeout_s, "get": guard.get_timeout_s}
         limit_s = limits_s.get(operation, guard.put_timeout_s)
-        delay_s = limit_s * rng.choice((0.5, 1.5, 4.0))
+        delay_s = limit_s * rng.choice((0.5, 0.5, 1.5, 4.0))
+        late = kind is Kind.SLOW and delay_s > limit_s
+        self.struck[f"{operation} {'late' if late else kind.value}"] += 1
         return Fault(kind, delay_s=delay_s, place=rng.randrange(_BITS))
 
 
@@ -104,7 +122,9 @@ class Disk:
         header, payload = objects[name]
         if not payload:
             return
-        match rng.randrange(4):
+        what = rng.randrange(len(_AT_REST))
+        self.plan.struck[f"at_rest {_AT_REST[what]}"] += 1
+        match what:
             case 0:
                 objects[name] = header, flipped(payload, rng.randrange(_BITS))
             case 1:
@@ -113,6 +133,21 @@ class Disk:
                 objects[name] = flipped(header, rng.randrange(_BITS)), payload
             case _:
                 objects[name] = objects[rng.choice(list(objects))]
+
+    def store(self, item: Item, *, later_s: float = 0.0) -> None:
+        """What a server that is gone had begun to write is there, now or in a while."""
+        name = (label(item.space), item.key)
+        pair = bytes(item.header), bytes(item.payload[: item.length])
+
+        def land() -> None:
+            self.backend.objects[name] = pair
+            self.since_s.pop(name, None)  # also when a later Forget took it away: nobody can help
+
+        if later_s:
+            self.plan.struck["put after_close"] += 1
+            asyncio.get_running_loop().call_later(later_s, land)
+        else:
+            self.backend.objects[name] = pair
 
     def stored_before(self, space: Namespace, when_s: float) -> list[Name]:
         """Objects of a fingerprint whose chunk is older than that."""
@@ -142,17 +177,14 @@ class Mount:
         return [items[0].key.chunk for what, items in calls if what == operation]
 
     def die(self, rng: random.Random) -> None:
-        """The server is gone: what was being stored is there or not, object by object."""
+        """The server is gone: each object it was storing is there, or not, or lands later."""
         self.dead = True
         for task, (what, items) in list(self._under_way.items()):
             for item in items if what == "put" else ():
-                if rng.random() < 0.5:
-                    self._store(item)
+                lands = rng.random()
+                if lands < 0.7:
+                    self.disk.store(item, later_s=_LATEST_S * rng.random() if lands < 0.4 else 0.0)
             task.cancel()
-
-    def _store(self, item: Item) -> None:
-        name = (label(item.space), item.key)
-        self.disk.backend.objects[name] = bytes(item.header), bytes(item.payload[: item.length])
 
     @contextmanager
     def _call(self, what: str, items: Sequence[Item]) -> Iterator[None]:

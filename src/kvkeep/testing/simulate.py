@@ -10,14 +10,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from blake3 import blake3
 
 from kvkeep.backends.breaker import State
 from kvkeep.core import audit
-from kvkeep.core import events as ev
-from kvkeep.testing import faults, virtual_loop
+from kvkeep.testing import faults, sim_coverage, virtual_loop
 from kvkeep.testing.filler import fill
 from kvkeep.testing.world import World
 from kvkeep.types import Namespace, SlotState
@@ -36,6 +35,7 @@ class Outcome:
     events: int
     coverage: Counter[tuple[SlotState, str]]
     copies: Counter[str]
+    faults: Counter[str]
     digest: bytes
     what: str  # "" when nothing was wrong
 
@@ -50,6 +50,7 @@ def run(
     failures: list[dict[str, Any]] = []
     coverage: Counter[tuple[SlotState, str]] = Counter()
     copies: Counter[str] = Counter()
+    struck: Counter[str] = Counter()
     digest, events = blake3(), 0
     for done, seed in enumerate(range(first_seed, first_seed + seeds), start=1):
         outcome = run_seed(seed, steps)
@@ -57,18 +58,23 @@ def run(
             failures.append({"seed": seed, "step": outcome.events, "what": outcome.what})
         coverage += outcome.coverage
         copies += outcome.copies
+        struck += outcome.faults
         events += outcome.events
         digest.update(outcome.digest)
         if progress is not None:
             progress(done, seeds)
-    return {
+    report: dict[str, Any] = {
         "seeds": seeds,
         "failures": failures,
         "events": events,
-        "coverage": _table(coverage),
+        "coverage": sim_coverage.pair_table(coverage),
+        "faults": sim_coverage.fault_table(struck),
         "copies": dict(sorted(copies.items())),
         "digest": digest.hexdigest(),
     }
+    report["impossible"] = sim_coverage.IMPOSSIBLE
+    report["never"] = sim_coverage.never(report)
+    return report
 
 
 def run_seed(seed: int, steps: int | None = None) -> Outcome:
@@ -83,7 +89,8 @@ async def _seed(seed: int, steps: int | None) -> Outcome:
     error = await world.over
     story.cancel()
     what = _said(error, world, seed, steps) if error is not None else ""
-    return Outcome(world.events, world.coverage, world.copies, world.digest(), what)
+    struck = sim_coverage.of_faults(world)
+    return Outcome(world.events, world.coverage, world.copies, struck, world.digest(), what)
 
 
 async def _story(world: World, steps: int) -> None:
@@ -179,12 +186,6 @@ def _nothing_held(world: World) -> bool:
         and not directory.residents.unlinked
         and _l2_is_quiet(world)
     )
-
-
-def _table(coverage: Counter[tuple[SlotState, str]]) -> dict[str, int]:
-    """Every pair, also those that never happened."""
-    events = [kind.__name__ for kind in get_args(ev.Event)]
-    return {f"{s.name}/{e}": coverage[s, e] for s in SlotState for e in events}
 
 
 def _said(error: BaseException, world: World, seed: int, steps: int | None) -> str:

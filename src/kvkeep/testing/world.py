@@ -33,6 +33,7 @@ class World:
         self.knobs = drawn(self.rng)
         self.coverage: Counter[tuple[SlotState, str]] = Counter()
         self.copies: Counter[str] = Counter()  # what became of every copy and of L2's I/O
+        self.struck: Counter[str] = Counter()  # misfortunes by class
         self.events = 0
         self.recent: deque[str] = deque(maxlen=_RECENT)
         self.busy_until_s = 0.0  # no scheduler takes a step before
@@ -40,6 +41,7 @@ class World:
         self.may_leave = True  # idle engines say Bye
         self.over: asyncio.Future[BaseException | None] = loop.create_future()
         self.engines: dict[int, Engine] = {}
+        self.processes: dict[int, Process] = {}
         self.places: list[asyncio.Task[None]] = []
         names = [f"l2{number}" for number in range(self.knobs.limits.backends)]
         self.disks = [Disk(self.rng, self.knobs.l2, name) for name in names]
@@ -64,7 +66,9 @@ class World:
 
     def new_process(self) -> Process:
         """A process that has just started."""
-        return Process(self.loop, self.rng, self.new_number())
+        process = Process(self.loop, self.rng, self.new_number())
+        self.processes[process.pid] = process
+        return process
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run in the background; the end of its process ends it, any other error the seed."""

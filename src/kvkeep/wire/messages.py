@@ -136,7 +136,7 @@ class Ping(_Message, frozen=True, tag="ping"):
 
 
 class Query(_Message, frozen=True, tag="query"):
-    """Call by an operator: status, leases, explain, clear or wait_persisted. Answer: Answer.
+    """Call by an operator, such as status, leases, explain or clear. Answer: Answer.
 
     The answer of wait_persisted (argument: seconds) comes when nothing waits for L2 any more.
     """

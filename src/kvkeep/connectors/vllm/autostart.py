@@ -54,7 +54,7 @@ def ensure_server(path: str, flags: Sequence[str], limit_s: float = START_LIMIT_
     try:
         if answers(path):
             return Start.THERE
-        Path(path).parent.mkdir(parents=True, mode=0o700, exist_ok=True)
+        _make_directory(Path(path).parent)
         with _lock(path + _LOCK_SUFFIX, until_s):
             if answers(path):
                 return Start.THERE
@@ -103,7 +103,7 @@ def _start(path: str, flags: Sequence[str], until_s: float) -> str:
     server = [sys.executable, "-m", "kvkeep", "serve", "--socket", path, *flags]
     alive, theirs = os.pipe()  # the server holds the other end for life: its end shows here
     try:
-        with open(_log_path(path), "ab") as log:
+        with open(_log_path(path), "ab", opener=_private) as log:
             subprocess.run(
                 [sys.executable, "-I", "-S", "-c", _IN_BETWEEN, *server],
                 stdin=subprocess.DEVNULL,
@@ -128,6 +128,17 @@ def _start(path: str, flags: Sequence[str], until_s: float) -> str:
         return f"it does not answer; see {_log_path(path)}"
     finally:
         os.close(alive)
+
+
+def _make_directory(folder: Path) -> None:
+    """As the server makes it: closed to others, whatever the umask."""
+    for above in reversed(folder.parents):
+        above.mkdir(mode=0o755, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 def _log_path(path: str) -> str:

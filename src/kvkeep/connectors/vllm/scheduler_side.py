@@ -226,8 +226,8 @@ class SchedulerSide:
         for tracked, hashes in wanted:
             stuck = False
             for _ in hashes:
-                outcome = StageOutcome(next(outcomes))
-                if outcome is StageOutcome.GRANTED:
+                outcome = next(outcomes)  # perhaps one that only a newer server knows
+                if outcome == StageOutcome.GRANTED:
                     index, chunk = len(copies), tracked.next_chunk
                     self._stage_id += 1
                     self.staged[self._stage_id] = Staged(reply.leases[index], tracked)
@@ -396,7 +396,12 @@ class SchedulerSide:
         threading.Thread(target=self.client.close, name="kvkeep-retire", daemon=True).start()
 
 
-_TRY_AGAIN = (StageOutcome.NO_ROOM, StageOutcome.OVER_CAP, StageOutcome.NOT_READY)
+_TRY_AGAIN = (
+    StageOutcome.NO_ROOM,
+    StageOutcome.OVER_CAP,
+    StageOutcome.NOT_READY,
+    StageOutcome.OVER_QUOTA,
+)
 
 
 def _unpack(packed: bytes) -> list[int]:
