@@ -74,16 +74,14 @@ test: setup setup-engine
 	@echo "== fast tests"
 	@$(PY) -m pytest -q -n 2 -m "$(FAST)"
 	@echo "== slow tests"
-	@$(PY) -m pytest -q -m "slow and not engine and not prove"
+	@$(PY) -m pytest -q -n 2 --maxschedchunk 1 -m "slow and not engine and not prove" --durations=15
 	@echo "== tests on the real engine"
 	@$(PY) -m pytest -q -m "engine and not prove" --durations=25
 
 prove: check setup-engine
-	@echo "== simulation, 500 seeds"
-	@$(VENV)/bin/kvkeep simulate --seeds 500
 	@echo "== the core's state machines, 20 times the examples (about 5 minutes)"
 	@KVKEEP_HYPOTHESIS_PROFILE=prove $(PY) -m pytest -q -n 2 --timeout 900 tests/core
-	@echo "== long forms"
+	@echo "== long forms: 500 seeds, chaos, fuzzing, kills, a million objects"
 	@$(PY) -m pytest -m prove
 	@$(MAKE) soak
 

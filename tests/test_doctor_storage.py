@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from tests.backends.fs_cases import opened, put
 
-from kvkeep.config import L2Config
+from kvkeep.config import L2Config, QuotaConfig
 from kvkeep.doctor import Check, Status
-from kvkeep.doctor.storage import check_storage
+from kvkeep.doctor.storage import check_quotas, check_storage
 
 
 def check(backends: str) -> list[Check]:
@@ -183,3 +183,30 @@ def test_more_than_the_disk_has(tmp_path: Path) -> None:
     (found,) = check(f"fs://{tmp_path}/new?capacity=9999TiB")
     assert found.status is Status.WARN
     assert "capacity" in found.fix
+
+
+def test_a_quota_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "quotas.toml"
+
+    def found() -> Check:
+        (only,) = check_quotas(QuotaConfig(file=str(file)))
+        return only
+
+    assert not list(check_quotas(QuotaConfig()))
+    assert found().status is Status.OK
+    assert not file.exists(), "a check changes nothing"
+    file.write_text('["a"]\nl1 = "10%"')
+    assert (found().status, found().detail) == (Status.OK, f"{file}: 1 with limits of their own")
+    file.chmod(0o666)
+    assert (found().status, found().fix) == (Status.FAIL, f"chmod go-w {file}")
+    file.chmod(0o600)
+    file.write_text("[")
+    assert "not valid TOML" in found().detail
+    file.write_text("")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert found().status is Status.WARN
+    file.unlink()
+    assert found().status is Status.FAIL
+    assert "kvkeep quota set cannot write it" in found().detail
+    file = tmp_path / "no" / "quotas.toml"
+    assert found().fix == f"mkdir -p {tmp_path}/no"

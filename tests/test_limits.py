@@ -1,6 +1,7 @@
 """Memory limits, read from made-up /proc and /sys trees as containers and hosts show them."""
 
 import dataclasses
+import re
 from fractions import Fraction
 from pathlib import Path
 
@@ -259,7 +260,27 @@ def test_sizes_that_are_not(text: str) -> None:
 def test_shares() -> None:
     assert parse_amount("12.5%") == Fraction(1, 8)
     assert parse_amount("100 %") == 1
-    assert parse_amount("100") == 100
+    assert parse_amount("0.001%") == Fraction(1, 100_000)
+    assert parse_amount("1048576") == 1 << 20
+    assert parse_amount("0") == 0
+    assert parse_amount("100B") == 100
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("10", "write 10%, or 10GiB"),
+        (" 0.5 ", "write 0.5%, or 0.5GiB"),
+        ("500", "write 500MiB, or 500GiB"),
+        ("1048575", "hardly bytes"),
+        ("0.0009%", "at least 0.001%"),
+        ("0%", "at least 0.001%"),
+        ("100.1%", "at most 100%"),
+    ],
+)
+def test_amounts_that_are_a_slip(text: str, fix: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(fix)):
+        parse_amount(text)
 
 
 @pytest.mark.parametrize(("text", "nodes"), [("", []), ("0", [0]), ("0-2,5", [0, 1, 2, 5])])

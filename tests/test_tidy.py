@@ -24,7 +24,7 @@ TIERS = (
     ("core",),
     ("config", "metrics", "limits"),
     ("engine_flag",),
-    ("shm",),
+    ("shm", "children"),
     ("wire",),
     ("backends",),
     ("connect",),

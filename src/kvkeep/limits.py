@@ -18,6 +18,8 @@ MIB = 1 << 20
 MOST_NODES = 1023  # CONFIG_NODES_SHIFT of the kernel is at most 10
 L1_STEP_BYTES = 2 * MIB  # one huge page: every size of L1 is a whole number of them
 L1_MIN_BYTES = 4 * MIB
+_LEAST_BARE_BYTES = MIB  # less without a unit is a slip
+_LEAST_SHARE = Fraction(1, 100_000)
 SMALLEST_OBJECT_BYTES = 4096  # of L1: so many objects may be there at most
 ENTRY_BYTES = 600  # of the index, for each object; tests/core/test_million.py measures it
 GENERATION_BYTES = 8  # of the table that clients see, for each object
@@ -71,17 +73,25 @@ def parse_bytes(text: str) -> int:
 def parse_amount(text: str) -> Fraction | int:
     """Read "25%" or "2GiB": a Fraction is a share of something, an int is bytes.
 
-    Raises ValueError with a sentence that says how to write it.
+    A small number alone, but for 0, lacks its unit or percent sign: it is refused. Raises
+    ValueError with a sentence that says how to write it.
     """
     match = _PERCENT.fullmatch(text)
     if match is None:
         try:
-            return parse_bytes(text)
+            size_bytes = parse_bytes(text)
         except ValueError:
             raise ValueError("write a share such as 25% or a size such as 2GiB") from None
+        number = text.strip()
+        if number[-1].isdigit() and 0 < float(number) < _LEAST_BARE_BYTES:
+            other = f"{number}%" if float(number) <= 100 else f"{number}MiB"
+            raise ValueError(
+                f"{number} has no unit and is hardly bytes; write {other}, or {number}GiB"
+            )
+        return size_bytes
     share = Fraction(match.group(1)) / 100
-    if not 0 < share <= 1:
-        raise ValueError("a share is above 0% and at most 100%, such as 25%")
+    if not _LEAST_SHARE <= share <= 1:
+        raise ValueError("a share is at least 0.001% and at most 100%, such as 25%")
     return share
 
 

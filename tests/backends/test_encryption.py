@@ -17,11 +17,12 @@ from xxhash import xxh3_128_digest
 
 from kvkeep.backends import header as pages
 from kvkeep.backends.base import HEADER_BYTES, PAGE_BYTES
-from kvkeep.backends.checked import POOL_WAIT_S, UNREADABLE_MOST, Store, Wanted
+from kvkeep.backends.checked import POOL_WAIT_S, Store, Wanted
 from kvkeep.backends.encrypted import BouncePool, Sealer, sealers
 from kvkeep.backends.guarded import GuardSettings, Late
 from kvkeep.backends.header import NONCE_BYTES, HeaderProblem, decode, label
 from kvkeep.backends.keyring import Key, Keyring
+from kvkeep.backends.known import KNOWN_MOST
 from kvkeep.backends.registry import compose
 from kvkeep.errors import ConfigError
 from kvkeep.testing import virtual_loop
@@ -289,14 +290,16 @@ async def test_without_keys_encrypted_objects_are_misses() -> None:
 async def test_what_is_of_no_use_is_remembered_within_a_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert UNREADABLE_MOST == 1 << 16
-    monkeypatch.setattr("kvkeep.backends.checked.UNREADABLE_MOST", 3)
+    assert KNOWN_MOST == 1 << 16
+    monkeypatch.setattr("kvkeep.backends.known.KNOWN_MOST", 3)
     raw = FaultyBackend()
     plain, store = store_over(raw), store_over(raw, A)
     for number in range(5):
         await put_one(plain, number)
         assert await read(store, number) is MISSING
     assert [contains(store, n) for n in range(5)] == [True, True, False, False, False]
+    assert store.status()["unreadable"] == {"not_encrypted": 5}
+    assert store.status()["unreadable_now"] == {"not_encrypted": 3}
 
 
 def test_no_key_file_means_no_encryption() -> None:

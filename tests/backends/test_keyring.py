@@ -1,8 +1,10 @@
 """The key file: what is read, what is refused with its fix, and how a new key comes in."""
 
 import base64
+import fcntl
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -165,6 +167,40 @@ def test_a_new_key_that_cannot_be_is_refused(file: Path, tmp_path: Path) -> None
     file.write_text("broken\n")
     with pytest.raises(ConfigError, match="line 1"):
         new_key(str(file))
+
+
+@pytest.mark.parametrize("text", ["", "\n", "# mine\n"])
+def test_a_file_without_keys_gets_its_first_one(file: Path, text: str) -> None:
+    file.write_text(text)
+    keyring = new_key(str(file), "first")
+    assert load_keys(str(file)).keys == keyring.keys
+    assert len(keyring.keys) == 1
+    assert text in file.read_text()
+
+
+def test_of_keys_made_at_once_none_is_lost(file: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda _: new_key(str(file)).active.id, range(24)))
+    assert sorted(key.id for key in load_keys(str(file)).keys) == sorted(made)
+
+
+def test_a_directory_that_stays_locked_is_named(
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvkeep.backends.keyring.LOCK_WAIT_S", 0.0)
+    fd = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match=f"{tmp_path} is locked"):
+            new_key(str(file))
+    finally:
+        os.close(fd)
+    assert new_key(str(file), "k").active.id == "k"
+
+
+def test_a_key_file_without_a_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no key file is named"):
+        new_key("")
 
 
 def test_a_link_to_the_file_stays_a_link(file: Path, tmp_path: Path) -> None:

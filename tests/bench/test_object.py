@@ -93,6 +93,30 @@ def test_a_server_with_too_little_room(tmp_path: Path) -> None:
         bench.run_object_bench(replace(PLAN, socket=server.socket), quiet)
 
 
+@pytest.mark.slow
+def test_an_l2_is_left_as_it_was(tmp_path: Path) -> None:
+    """Nothing of a bench is taken for broken, and nothing of it stays."""
+    settings = {"l1.session_staging_fraction": 1}
+    l2 = f"fs://{tmp_path}/l2?capacity=64MiB"
+    with running_server(tmp_path, settings=settings, l2=l2) as server:
+        bench.run_object_bench(replace(PLAN, socket=server.socket), quiet)
+        (disk,) = server.status()["l2"]
+        assert disk["operations"]["put"]["outcomes"]["ok"] > 0
+        assert (disk["objects"], disk["quarantined"]) == (0, 0)
+        assert server.status()["l1"]["objects"] == 0
+    assert not list(tmp_path.glob("l2/quarantine/*"))
+
+
+@pytest.mark.slow
+def test_a_server_whose_quota_is_in_the_way(tmp_path: Path) -> None:
+    settings = {"l1.session_staging_fraction": 1, "quota.default_l1": "8KiB"}
+    with (
+        running_server(tmp_path, settings=settings) as server,
+        pytest.raises(BenchFailed, match=r"over_quota.*kvkeep quota set \"\" --l1 100%"),
+    ):
+        bench.run_object_bench(replace(PLAN, socket=server.socket), quiet)
+
+
 def test_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert main(["bench", "object"]) == 1

@@ -63,6 +63,7 @@ def test_keys_are_made_listed_and_never_shown(tmp_path: Path, kvkeep: Command, k
     keys.chmod(0o644)
     assert "chmod 600" in kvkeep("l2-key", "list", keys).sentence
     assert "chmod 600" in kvkeep("l2-key", "new", keys).sentence
+    assert "no key file is named" in kvkeep("l2-key", "new", "").sentence
 
 
 def test_a_scrub_checks_what_it_has_the_keys_for(
@@ -76,8 +77,11 @@ def test_a_scrub_checks_what_it_has_the_keys_for(
     whole = kvkeep("verify", root, "--key-file", keys, "--json")
     assert (whole.code, whole.json["objects"], whole.json["unchecked"]) == (0, 10, 0)
     blind = kvkeep("verify", root, "--json")
-    assert (blind.code, blind.json["broken"], blind.json["unchecked"]) == (0, [], 8)
+    assert (blind.code, blind.json["broken"], blind.json["unchecked"]) == (1, [], 8)
     assert "8 not checked (no key for them)" in kvkeep("verify", root).out
+    missing = kvkeep("verify", root, "--key-file", tmp_path / "none").sentence
+    assert f"--key-file {tmp_path}/none cannot be read" in missing
+    assert "l2.key_file" not in missing
     with path_of(root, key(2)).open("r+b") as file:
         file.seek(4_096 + 77)
         old = file.read(1)

@@ -60,7 +60,7 @@ def test_simulate(kvkeep: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fake.positional == (3, 7, 50)
     shown = kvkeep("simulate").out
     assert "3 seeds, 100 events" in shown
-    assert "2 of 3 pairs and kinds of fault were met; not: l2 get long" in shown
+    assert "2 of 3 pairs of state and event and kinds of fault were met; not l2 get long" in shown
 
 
 def test_simulate_with_a_failure(kvkeep: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -253,6 +253,10 @@ def persisted(**more: int) -> dict[str, Any]:
         ),
         ({"missing_chunks": 1}, "not in L2: 1 chunk"),
         (
+            {"evicted_objects": 2},
+            "all that L1 holds was written to L2; L2 has evicted 2 objects since the start",
+        ),
+        (
             {"persist_lost": 1},
             "all that L1 holds is in L2 (since the start: 1 evicted from L1 before)",
         ),

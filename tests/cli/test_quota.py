@@ -50,8 +50,9 @@ def store_soon(session: Session, salt: str | None, number: int) -> None:
     assert outcome == [GRANTED]
 
 
-def tenant(answer: dict[str, Any], salt: str) -> dict[str, Any]:
-    (row,) = [row for row in answer["tenants"] if row["salt"] == salt]
+def tenant(answer: dict[str, Any], salt: str | None) -> dict[str, Any]:
+    rows = [row for row in answer["tenants"] if row["salt"] == salt]
+    (row,) = [row for row in rows if salt is not None or not row["tenant"]]
     found: dict[str, Any] = row
     return found
 
@@ -87,7 +88,7 @@ def test_a_limit_holds_at_once_and_over_a_restart(tmp_path: Path, kvkeep: Comman
         assert (row["l1"]["limit"], row["l1"]["from"]) == ("256KiB", "own")
         assert row["l2"][0]["limit_bytes"] == 8 << 20
         assert row["l2"][0]["used_bytes"] > 0  # counted again by the scan
-        assert tenant(answer, "")["l1"]["limit"] == "50%"
+        assert tenant(answer, None)["l1"]["limit"] == "50%"
         with Session(server.socket, "q2", CHUNK_BYTES) as session:
             for number in range(7):
                 store_soon(session, "tenant-a", number)
@@ -102,7 +103,7 @@ def _check_listed(answer: dict[str, Any], *, disk_used: bool) -> None:
     assert (row["l1"]["evicted"], row["l1"]["refused"]) == (3, 0)
     assert row["l2"][0]["backend"] == "disk"
     assert (row["l2"][0]["used_bytes"] > 0) == disk_used
-    none = tenant(answer, "")
+    none = tenant(answer, None)
     assert none["tenant"] == ""
     assert none["l1"]["used_bytes"] == 7 * CHUNK_BYTES
     assert none["l1"]["from"] == "default"
@@ -150,7 +151,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
     [
         (("set", "t"), "say how much: --l1, --l2 or both"),
         (("set", "t", "--l1", "much"), "l1 = 'much': write a share such as 25%"),
-        (("set", "t", "--l2", "120%"), "a share is above 0% and at most 100%"),
+        (("set", "t", "--l1", "120%"), "a share is at least 0.001% and at most 100%"),
+        (("set", "t", "--l1", "10"), "write 10%, or 10GiB"),
+        (("set", "t", "--l2", "10%"), "this server has no L2 that could be limited"),
         (("set", "x" * 1_025, "--l1", "1%"), "1025 characters is too long"),
         (("unset", "nobody"), '"nobody" has no limit of its own: see kvkeep quota'),
         (("set", "\udcff", "--l1", "1%"), "is not UTF-8"),
@@ -172,13 +175,11 @@ def test_options_before_the_word_are_refused(served: Server, kvkeep: Command) ->
 def test_a_strange_name_survives(served: Server, tmp_path: Path, kvkeep: Command) -> None:
     name = 'q"\\ \x7f\té 🐘 [x] #'
     at = ("--socket", served.socket, "--json")
-    done = kvkeep("quota", "set", name, "--l2", "1GiB", *at)
+    done = kvkeep("quota", "set", name, "--l1", "1GiB", *at)
     file = Path(done.json["file"])
-    assert tomllib.loads(file.read_text()) == {name: {"l2": "1GiB"}}
+    assert tomllib.loads(file.read_text()) == {name: {"l1": "1GiB"}}
     assert file.stat().st_mode & 0o777 == 0o600
-    assert tenant(kvkeep("quota", *at).json, name)["l1"]["from"] == "default"
-    assert kvkeep("quota", "set", name, "--l1", "10%", *at).code == 0  # l2 stays
-    assert tomllib.loads(file.read_text()) == {name: {"l1": "10%", "l2": "1GiB"}}
+    assert tenant(kvkeep("quota", *at).json, name)["l1"]["from"] == "own"
     assert kvkeep("quota", "unset", name, *at).code == 0
     assert tomllib.loads(file.read_text()) == {}
     assert [path.name for path in file.parent.glob("quotas*")] == ["quotas.toml"]
@@ -202,6 +203,7 @@ def test_a_file_that_cannot_be_written(tmp_path: Path, kvkeep: Command) -> None:
         ('["a"]\nl1 = "much"', "\"a\": l1 = 'much': write a share such as 25%"),
         ('["a"]\nl3 = "1%"', "'l3' of \"a\" is not l1 or l2"),
         ('["a"]\nl1 = 0.1', "l1 must be a text such as '10%'"),
+        ('["a"]\nl1 = 5', "l1 = '5': 5 has no unit and is hardly bytes; write 5%, or 5GiB"),
         ('a = "10%"', 'write ["a"] on a line of its own'),
     ],
 )
@@ -215,9 +217,22 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str, why: str) -> None:
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot be read \(Is a directory\)"):
+    with pytest.raises(ConfigError, match="is not a regular file"):
         QuotaBook(QuotaConfig(file=str(tmp_path)))
+    with pytest.raises(ConfigError, match=f"that does not exist: mkdir -p {tmp_path}/no$"):
+        QuotaBook(QuotaConfig(file=str(tmp_path / "no" / "quotas.toml")))
     assert QuotaBook(QuotaConfig(file=str(tmp_path / "not yet"))).own == {}
+
+
+def test_a_file_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "quotas.toml"
+    file.write_text('["a"]\nl1 = "1%"')
+    for mode in (0o664, 0o602):
+        file.chmod(mode)
+        with pytest.raises(ConfigError, match=f"has mode {mode:04o}.*: chmod go-w {file}$"):
+            QuotaBook(QuotaConfig(file=str(file)))
+    file.chmod(0o644)
+    assert list(QuotaBook(QuotaConfig(file=str(file))).own) == ["a"]
 
 
 @pytest.mark.slow

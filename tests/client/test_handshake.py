@@ -113,7 +113,7 @@ def test_an_answer_that_is_no_welcome(
     answer = answering(data, (null,) * fds)
     with fake_server(tmp_path / "s", answer) as fake, pytest.raises(error):
         connect_once(fake.path)
-    assert descriptors() == before
+    assert descriptors() <= before  # fewer when another test's end only now
     os.close(null)
 
 

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvkeep.errors import KVKeepError
+
 os.environ.update(
     HF_HUB_OFFLINE="1",
     VLLM_NO_USAGE_STATS="1",
@@ -111,8 +113,19 @@ class Engine:
         return get_kv_transfer_group()
 
     def wait_ready(self, timeout_s: float = 30.0) -> None:
-        """Until the server knows every rank, so that lookups are served."""
+        """Until the server knows every rank, so that lookups are served, and has all its memory.
+
+        A server that is busy populating has little room yet, and refuses a chunk.
+        """
         self.wait_for(lambda: self.side.client.ready is not None, "ready", timeout_s)
+        self.wait_for(self._populated, "populated", timeout_s)
+
+    def _populated(self) -> bool:
+        try:
+            l1 = query(self.socket, "status")["l1"]
+        except KVKeepError:  # struck this moment
+            return False
+        return bool(l1["populated_bytes"] == l1["capacity_bytes"])
 
     @staticmethod
     def wait_for(condition: Any, what: str, timeout_s: float = 30.0) -> None:

@@ -14,7 +14,7 @@ from tests.servers import run_kvkeep
 from kvkeep.backends import header
 from kvkeep.backends.checked import Store
 from kvkeep.core.directory import Directory
-from kvkeep.core.membership import Membership
+from kvkeep.core.sweeping import Sweeper
 from kvkeep.server.service import Service
 from kvkeep.testing import fuzz, fuzz_handshake
 from kvkeep.testing.fuzz_values import pack, unpack
@@ -181,7 +181,7 @@ def a_forget_is_not_answered(patch: Patch) -> None:
 
 
 def reads_outlive_their_connection(patch: Patch) -> None:
-    patch.setattr(Membership, "_end_reads", lambda self, session, rank: None)
+    patch.setattr(Sweeper, "end_reads", lambda self, session, ranks: None)
 
 
 def anybody_may_end_a_read(patch: Patch) -> None:

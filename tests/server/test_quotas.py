@@ -3,6 +3,7 @@
 import asyncio
 import os
 import tomllib
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,17 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvkeep.backends.base import TenantLimits, TenantUsage
+from kvkeep.backends.checked import Store
+from kvkeep.backends.guarded import GuardSettings
+from kvkeep.backends.registry import compose
+from kvkeep.cli.show import show_quotas
 from kvkeep.config import QuotaConfig
 from kvkeep.core.directory import Directory
 from kvkeep.server import quota_book, quotas
 from kvkeep.server.quota_book import Limits, QuotaBook
 from kvkeep.server.quotas import Quotas
+from kvkeep.testing.faulty_backend import FaultyBackend
 from kvkeep.wire import messages as m
 
 Reply = m.Answer | m.Failed
@@ -23,7 +30,7 @@ Reply = m.Answer | m.Failed
 class Desk:
     """The quotas of a directory with nothing in it."""
 
-    def __init__(self, file: Path | None) -> None:
+    def __init__(self, file: Path | None, stores: Sequence[Store] = ()) -> None:
         ids = count(1)
         self.directory = Directory([0] * 16, lambda: next(ids))
         self.book = QuotaBook(QuotaConfig(file=str(file) if file else ""))
@@ -31,7 +38,7 @@ class Desk:
             self.book,
             self.directory,
             apply=lambda event: self.directory.handle(event, 0.0)[0],
-            stores=(),
+            stores=stores,
             log=lambda event, **fields: None,
         )
         self.quotas.start()
@@ -43,6 +50,23 @@ class Desk:
         return await answer
 
 
+class Kept(FaultyBackend):
+    """One that found objects of two tenants at its start."""
+
+    def limit_tenants(self, limits: TenantLimits) -> None:
+        pass
+
+    def tenants(self) -> Sequence[TenantUsage]:
+        return [TenantUsage("", 7), TenantUsage("0123456789abcdef", 5)]
+
+    def refused_puts(self) -> Mapping[str, int]:
+        return {}
+
+
+def store() -> Store:
+    return compose(Kept(), settings=GuardSettings(), log=lambda event, **fields: None)
+
+
 def body(reply: Reply) -> Any:
     assert isinstance(reply, m.Answer), reply
     return msgspec.json.decode(reply.body)
@@ -50,7 +74,7 @@ def body(reply: Reply) -> Any:
 
 async def test_orders_at_the_same_time_are_all_kept(tmp_path: Path) -> None:
     file = tmp_path / "q.toml"
-    desk = Desk(file)
+    desk = Desk(file, [store()])
     orders = [desk.ask("quota_set", salt=f"t{n}", l1=f"{n + 1}%") for n in range(20)]
     assert all(body(reply)["kept"] for reply in await asyncio.gather(*orders))
     assert tomllib.loads(file.read_text()) == {f"t{n}": {"l1": f"{n + 1}%"} for n in range(20)}
@@ -115,11 +139,35 @@ async def test_so_many_and_no_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 async def test_an_empty_name_is_no_salt() -> None:
-    desk = Desk(None)
+    desk = Desk(None, [store()])
     row = body(await desk.ask("quota_set", salt="", l1="50%", l2="1%"))["tenant"]
-    assert (row["tenant"], row["salt"]) == ("", "")
+    assert (row["tenant"], row["salt"]) == ("", None)
     assert desk.book.own == {None: Limits("50%", "1%")}
     assert desk.book.limit_bytes("", 1000) == 10
     body(await desk.ask("quota_set", salt="t", l2="50%"))
     assert desk.book.limit_bytes(quota_book.digest_of("t"), 1000) == 500
     assert desk.book.limit_bytes("0123456789abcdef", 1000) is None  # everything, by default
+
+
+async def test_after_a_restart_who_has_no_salt_is_known(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Who has one is known by its digest alone, until it is seen or is in the book."""
+    desk = Desk(None, [store()])
+    answer = body(await desk.ask("quota"))
+    assert [(row["tenant"], row["salt"]) for row in answer["tenants"]] == [
+        ("", None),
+        ("0123456789abcdef", None),
+    ]
+    show_quotas(answer)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["(no", "salt)", "L1"] in [row[:3] for row in rows]
+    assert ["?", "0123456789abcdef"] in [row[:2] for row in rows]
+
+
+async def test_without_l2_there_is_nothing_to_limit_there() -> None:
+    desk = Desk(None)
+    reply = await desk.ask("quota_set", salt="t", l1="10%", l2="10%")
+    assert isinstance(reply, m.Failed)
+    assert "this server has no L2" in reply.text
+    assert desk.book.own == {}

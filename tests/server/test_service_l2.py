@@ -1,8 +1,11 @@
 """What clients and operators are told of lookups and stores that L2 takes part in."""
 
-import msgspec
-from tests.server.l2_world import NEVER, Link, chunks, filled, virtual, world
+from functools import partial
 
+import msgspec
+from tests.server.l2_world import NEVER, ROOT, Link, chunks, filled, virtual, world
+
+from kvkeep.backends.base import Usage
 from kvkeep.testing.faulty_backend import Fault, FaultyBackend, Kind, Switched
 from kvkeep.types import EndOutcome, Role, StorePolicy
 from kvkeep.wire import messages as m
@@ -182,3 +185,40 @@ async def test_forget_says_when_a_backend_could_not() -> None:
         await w.until(lambda: not raw.objects)
         again = await w.ask(engine, m.Forgotten, m.Forget)
         assert again.done
+
+
+@virtual
+async def test_an_empty_salt_is_none_at_all() -> None:
+    async with world(FaultyBackend()) as w:
+        who, keys = w.join("s"), chunks(2)
+        for key, salt in zip(keys, (None, ""), strict=True):
+            item = m.StageItem("r", ROOT, key, salt)
+            granted = await w.ask(who, m.Granted, partial(_stage, item))
+            await w.ask(who, m.Committed, partial(_commit, granted.leases))
+        assert w.directory.quotas.tenants() == {None}
+        lookup = m.Lookup(next(w.seq), "r", keys[0], "", fetch=False)
+        w.tell(who, lookup)
+        assert (await who[1].next(m.Found)).chunks == 1
+
+
+def _stage(item: m.StageItem, seq: int) -> m.Stage:
+    return m.Stage(seq, (item,))
+
+
+def _commit(leases: tuple[int, ...], seq: int) -> m.Commit:
+    return m.Commit(seq, leases)
+
+
+@virtual
+async def test_wait_persisted_says_what_l2_has_evicted() -> None:
+    async with world(Evicting(), Evicting(name="b")) as w:
+        operator = w.join("op", Role.OPERATOR)
+        body = await w.persisted(operator)
+        assert (body["done"], body["evicted_objects"]) == (True, 6)
+
+
+class Evicting(FaultyBackend):
+    """It had no room for three objects."""
+
+    def usage(self) -> Usage:
+        return Usage(evicted_objects=3)

@@ -12,10 +12,10 @@ from kvkeep.core import lookup
 from kvkeep.core.arena import Arena
 from kvkeep.core.directory import Directory
 from kvkeep.core.leases import ReadLease, Session
-from kvkeep.core.membership import Membership
 from kvkeep.core.resident import Residents
 from kvkeep.core.slots import SlotTable
 from kvkeep.core.staging import Stager
+from kvkeep.core.sweeping import Sweeper
 from kvkeep.testing import simulate
 from kvkeep.testing.engine import Engine
 from kvkeep.testing.fake_client import FakeClient
@@ -41,7 +41,7 @@ def test_some_seeds_are_clean() -> None:
 
 @pytest.mark.slow
 def test_sixty_seeds_are_clean() -> None:
-    result = simulate.run(MORE_SEEDS)
+    result = simulate.run(MORE_SEEDS, jobs=2)
     assert result["failures"] == []
     copies = result["copies"]  # the run is worth nothing if nothing was moved or lost
     assert copies["store_done"] > 1500
@@ -57,6 +57,7 @@ def test_the_same_seeds_give_the_same_digest_in_any_process() -> None:
     here = simulate.run(2, 5, 200)
     assert here["failures"] == []
     assert simulate.run(2, 5, 200) == here
+    assert simulate.run(2, 5, 200, jobs=2) == here
     for hash_seed in ("1", "2"):
         run = subprocess.run(
             [sys.executable, "-c", code],
@@ -139,7 +140,7 @@ def evict_ignores_readers(patch: Patch) -> None:
 
 
 def reservations_leak_on_connection_loss(patch: Patch) -> None:
-    patch.setattr(Membership, "_end_reads", lambda self, session, rank: None)
+    patch.setattr(Sweeper, "end_reads", lambda self, session, ranks: None)
 
 
 def a_second_end_counts_again(patch: Patch) -> None:
@@ -224,7 +225,7 @@ def test_a_planted_bug_is_found(plant: Callable[[Patch], None], monkeypatch: Pat
 @pytest.mark.prove
 @pytest.mark.timeout(900)
 def test_many_seeds_are_clean_and_meet_every_pair_and_every_fault() -> None:
-    result = simulate.run(SEEDS_TO_PROVE)
+    result = simulate.run(SEEDS_TO_PROVE, jobs=2)
     assert result["failures"] == []
     assert result["never"] == []
     assert not [pair for pair in result["impossible"] if result["coverage"][pair]]

@@ -17,7 +17,7 @@ from kvkeep.testing import simulate
 from kvkeep.testing.fake_client import FakeClient
 from kvkeep.types import IoOutcome, Namespace, SlotState, TransferId
 
-SEEDS = 20
+SEEDS = 60
 SEEDS_FOR_A_BUG = 100
 
 Patch = pytest.MonkeyPatch
@@ -25,9 +25,9 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.mark.slow
-def test_l2_is_met_in_twenty_seeds() -> None:
+def test_l2_is_met_in_sixty_seeds() -> None:
     """What is never met is never judged."""
-    result = simulate.run(SEEDS, 100)
+    result = simulate.run(SEEDS, 100, jobs=2)
     assert result["failures"] == []
     copies = result["copies"]
     for what in (
@@ -222,6 +222,8 @@ BUGS: tuple[Callable[[Patch], None], ...] = (
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # of seeds that fail halfway
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("plant", BUGS, ids=lambda bug: bug.__name__)
 def test_a_planted_bug_is_found(plant: Callable[[Patch], None], monkeypatch: Patch) -> None:
     plant(monkeypatch)

@@ -5,7 +5,8 @@ with its checksum. Anything else than exactly the stored object is a named outco
 is deleted as broken, so that the next store writes it anew. With a `Sealer` objects are encrypted,
 and the seal's tag takes the place of the checksum. What cannot be read here though nothing is wrong
 with it (no key, or not encrypted where it must be) is a miss, is counted apart, and stays: the next
-store writes over it. Work on large payloads is done off the event loop.
+store writes over it. Because of these, `holds` is more careful than `contains`. Work on large
+payloads is done off the event loop.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ from kvkeep.backends.breaker import State
 from kvkeep.backends.encrypted import Sealer
 from kvkeep.backends.guarded import Guarded, Health, Late, Log, Unavailable
 from kvkeep.backends.header import Header, HeaderProblem, Verdict
+from kvkeep.backends.known import Known
 from kvkeep.backends.measured import Measured
 from kvkeep.errors import BackendError
 from kvkeep.types import IoOutcome, Namespace, ObjectKey
@@ -34,7 +36,6 @@ DELETE_WAIT_S = 0.5  # a reader does not wait longer than this for the removal o
 PAGES_AT_ONCE = 64
 SAID_A_MINUTE = 10  # lines about broken objects
 POOL_WAIT_S = 10.0  # a put waits so long for memory to encrypt into
-UNREADABLE_MOST = 1 << 16  # objects that are remembered as there and of no use
 
 T = TypeVar("T")
 
@@ -94,8 +95,8 @@ class Store:
         self._broken: Counter[str] = Counter()
         self._sealer = sealer
         self._sealed = 0
-        self._unreadable: Counter[str] = Counter()
-        self._of_no_use: dict[tuple[Namespace, ObjectKey], None] = {}
+        self._known = Known(is_doubtful=sealer is not None)
+        self._too_large_bytes = 0  # the largest object that can never be encrypted
         self._last_error = ""
         self._removals: set[asyncio.Task[None]] = set()
         self.name = backend.name
@@ -130,25 +131,26 @@ class Store:
             return [False] * len(keys)
         if isinstance(answer, Awaitable):
             return self._later(answer, space, keys)
-        return self._of_use(answer, space, keys)
+        return self._known.of_use(space, keys, answer)
+
+    async def holds(self, space: Namespace, keys: Sequence[ObjectKey]) -> Sequence[bool]:
+        """Which objects are there for sure, so that they need not be written. Never raises.
+
+        Where some of what is there may be unreadable, that is only what this store wrote or read.
+        """
+        there = self.contains(space, keys)
+        if isinstance(there, Awaitable):
+            there = await there
+        return self._known.vouched(space, keys, there)
 
     async def _later(
         self, answer: Awaitable[Sequence[bool]], space: Namespace, keys: Sequence[ObjectKey]
     ) -> Sequence[bool]:
         try:
-            return self._of_use(await answer, space, keys)
+            return self._known.of_use(space, keys, await answer)
         except (OSError, BackendError) as error:
             self._last_error = str(error)
             return [False] * len(keys)
-
-    def _of_use(
-        self, there: Sequence[bool], space: Namespace, keys: Sequence[ObjectKey]
-    ) -> Sequence[bool]:
-        """Without what is known to be unreadable: it is no hit, and may be written anew."""
-        if not self._of_no_use:
-            return there
-        pairs = zip(keys, there, strict=True)
-        return [is_there and (space, key) not in self._of_no_use for key, is_there in pairs]
 
     async def get(self, wanted: Sequence[Wanted]) -> Sequence[IoOutcome]:
         """Fill the payloads. Only an OK's memory holds the object; other memory may be written.
@@ -165,7 +167,7 @@ class Store:
             await self._check_payloads(items, verdicts)
         finally:
             done()
-        await self._remove_broken(items, verdicts)
+        await self._draw_conclusions(items, verdicts)
         return [found.outcome for found in verdicts]
 
     async def put(self, wanted: Sequence[Wanted]) -> Sequence[IoOutcome]:
@@ -179,9 +181,9 @@ class Store:
             outcomes = await self._put_plain(wanted)
         else:
             outcomes = await self._put_sealed(wanted, self._sealer)
-        for one, outcome in zip(wanted, outcomes, strict=True) if self._of_no_use else ():
+        for one, outcome in zip(wanted, outcomes, strict=True):
             if outcome is IoOutcome.OK:
-                self._of_no_use.pop((one.space, one.key), None)
+                self._known.good(one.space, one.key)
         return outcomes
 
     async def _put_plain(self, wanted: Sequence[Wanted]) -> Sequence[IoOutcome]:
@@ -202,17 +204,31 @@ class Store:
         outcomes = [IoOutcome.FULL] * len(wanted)
         fitting = [n for n, one in enumerate(wanted) if sealer.pool.fits(one.length)]
         if len(fitting) < len(wanted):
-            largest_bytes = max(one.length for one in wanted)
-            self._last_error = (
-                f"an object of {largest_bytes} bytes cannot be encrypted in "
-                f"{sealer.pool.limit_bytes}: set l2.encrypt_buffer_bytes to several such objects"
-            )
+            self._never_fits(max(one.length for one in wanted), sealer.pool.limit_bytes)
         for batch in sealer.pool.batches([wanted[n].length for n in fitting]):
             part = [fitting[n] for n in batch]
             answers = await self._put_batch([wanted[n] for n in part], sealer)
             for number, answer in zip(part, answers, strict=True):
                 outcomes[number] = answer
         return outcomes
+
+    def _never_fits(self, object_bytes: int, limit_bytes: int) -> None:
+        """Say it: in the status for good, in the log once for each larger size."""
+        self._last_error = (
+            f"an object of {object_bytes} bytes cannot be encrypted in {limit_bytes}: "
+            "set l2.encrypt_buffer_bytes to several such objects"
+        )
+        if object_bytes <= self._too_large_bytes:
+            return
+        self._too_large_bytes = object_bytes
+        if self._log is not None:
+            self._log(
+                "l2_too_large_to_encrypt",
+                level="warning",
+                backend=self.name,
+                object_bytes=object_bytes,
+                encrypt_buffer_bytes=limit_bytes,
+            )
 
     async def _put_batch(self, wanted: Sequence[Wanted], sealer: Sealer) -> Sequence[IoOutcome]:
         buffers = await sealer.pool.take([one.length for one in wanted], POOL_WAIT_S)
@@ -248,6 +264,7 @@ class Store:
         self, space: Namespace, keys: Sequence[ObjectKey], *, broken: bool = False
     ) -> None:
         """Nobody finds these any more. Raises BackendError."""
+        self._known.gone(space, keys)
         try:
             await self._backend.delete(space, keys, broken=broken)
         except OSError as error:
@@ -255,6 +272,7 @@ class Store:
 
     async def forget(self, space: Namespace) -> None:
         """Nobody finds anything of this fingerprint any more. Raises BackendError."""
+        self._known.forget(space.fingerprint)
         try:
             await self._backend.forget(space)
         except OSError as error:
@@ -290,7 +308,9 @@ class Store:
             "evicted": usage.evicted_objects,
             "quarantined": usage.quarantined_objects,
             "corrupt": {str(problem): count for problem, count in sorted(self._broken.items())},
-            "unreadable": {str(why): count for why, count in sorted(self._unreadable.items())},
+            "unreadable": {str(why): count for why, count in sorted(self._known.met.items())},
+            "unreadable_now": self._known.unreadable_now(),
+            "too_large_bytes": self._too_large_bytes,
             "encryption": self._encryption(),
             "buffer_bytes": self.buffer_bytes,
             "operations": self._backend.meter.as_dict(),
@@ -399,28 +419,27 @@ class Store:
             problem = None if found.header.seal is None else HeaderProblem.NO_KEY
         return found if problem is None else Verdict(problem.outcome, problem)
 
-    async def _remove_broken(self, items: Sequence[Item], verdicts: Sequence[Verdict]) -> None:
-        """Count what is broken and take it away, so that the next store is not told it is there."""
+    async def _draw_conclusions(self, items: Sequence[Item], verdicts: Sequence[Verdict]) -> None:
+        """Remember what is right and what is of no use, and take away what is broken.
+
+        So the next store is not told that it is there.
+        """
         broken: dict[Namespace, list[ObjectKey]] = {}
         for item, found in zip(items, verdicts, strict=True):
             if found.problem is not None and found.problem.unreadable:
-                self._unreadable[found.problem] += 1
+                self._known.unreadable(item.space, item.key, found.problem)
                 self._say_wrong("l2_unreadable", item, found.problem)
-                self._remember_of_no_use(item)
             elif found.problem is not None:
                 self._broken[found.problem] += 1
                 self._say_wrong("l2_corrupt", item, found.problem)
+                self._known.gone(item.space, [item.key])
                 broken.setdefault(item.space, []).append(item.key)
+            elif found.outcome is IoOutcome.OK:
+                self._known.good(item.space, item.key)
         started = [asyncio.create_task(self._remove(space, keys)) for space, keys in broken.items()]
         if started:
             self._removals.update(started)
             await asyncio.wait(started, timeout=DELETE_WAIT_S)
-
-    def _remember_of_no_use(self, item: Item) -> None:
-        """Until it is written anew; of many the oldest is forgotten, and read in vain again."""
-        self._of_no_use[item.space, item.key] = None
-        if len(self._of_no_use) > UNREADABLE_MOST:
-            del self._of_no_use[next(iter(self._of_no_use))]
 
     def _say_wrong(self, event: str, item: Item, problem: HeaderProblem) -> None:
         """One line for each, but not a flood: the counter has them all."""

@@ -166,16 +166,21 @@ class BouncePool:
         return memoryview(mmap.mmap(-1, size_bytes))
 
 
-def sealers(key_file: str, buffer_bytes: int) -> Callable[[], Sealer] | None:
-    """Makes a sealer for each store; None without a key file. Raises ConfigError at once."""
+def sealers(
+    key_file: str, buffer_bytes: int, setting: str = "l2.key_file"
+) -> Callable[[], Sealer] | None:
+    """Makes a sealer for each store; None without a key file. Raises ConfigError at once.
+
+    `setting`: what messages call the key file.
+    """
     if not key_file:
         return None
-    keyring = load_keys(key_file)
-    _library()
+    keyring = load_keys(key_file, setting)
+    _library(setting)
     return lambda: Sealer(keyring, buffer_bytes=buffer_bytes)
 
 
-def _library() -> _Ciphers:
+def _library(setting: str = "l2.key_file") -> _Ciphers:
     try:
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives.ciphers import Cipher
@@ -183,8 +188,8 @@ def _library() -> _Ciphers:
         from cryptography.hazmat.primitives.ciphers.modes import GCM
     except ImportError as error:
         raise ConfigError(
-            f"l2.key_file needs the package cryptography ({error}): "
-            "pip install 'kvkeep[encryption]', or leave l2.key_file empty"
+            f"{setting} needs the package cryptography ({error}): "
+            f"pip install 'kvkeep[encryption]', or leave {setting} empty"
         ) from error
     return _Ciphers(Cipher, AES, GCM, InvalidTag)
 

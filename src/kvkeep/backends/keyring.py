@@ -5,15 +5,19 @@
 
 A key is known by a digest of itself, not by its name: another key under an old name opens nothing
 and breaks nothing. A file that others may read or change is refused, and so is a broken line: what
-a server cannot read must not look like an empty disk. No message ever shows a key.
+a server cannot read must not look like an empty disk. Whoever adds a key holds a lock on the file's
+directory, so that of two at once none is lost. No message ever shows a key.
 """
 
 import base64
+import fcntl
 import os
 import re
 import secrets
 import stat
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +28,8 @@ from kvkeep.errors import ConfigError
 
 SECRET_BYTES = 32
 MOST_KEYS = 64
+LOCK_WAIT_S = 10.0
+_LOCK_AGAIN_S = 0.02
 _MOST_FILE_BYTES = 1 << 16
 _CHECK_DOMAIN = "kvkeep 2026 L2 key check"
 _ID = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{KEY_ID_BYTES - 1}}}")
@@ -64,18 +70,28 @@ class Keyring:
 
 def load_keys(path: str, setting: str = "l2.key_file") -> Keyring:
     """The keys of a file. Raises ConfigError, naming the file and the fix."""
-    return Keyring(_parsed(path, read_private(path, setting)))
+    keys = _parsed(path, read_private(path, setting))
+    if not keys:
+        raise ConfigError(f"{path} has no key: make one with kvkeep l2-key new {path}")
+    return Keyring(keys)
 
 
 def new_key(path: str, key_id: str = "") -> Keyring:
     """Make a key the active one of a file, which is made if it is not there. Raises ConfigError."""
+    if not path:
+        raise ConfigError("no key file is named: name a file in a directory of this user")
+    path = os.path.realpath(path)
+    with _alone_in(os.path.dirname(path), path):
+        return _added(path, key_id)
+
+
+def _added(path: str, key_id: str) -> Keyring:
     known: Sequence[Key] = ()
     text = _HEAD
     owner: os.stat_result | None = None
     if os.path.lexists(path):
-        path = os.path.realpath(path)
         data = read_private(path, "the key file")
-        known, text = _parsed(path, data), data.decode("utf-8", "replace")
+        known, text = _parsed(path, data), data.decode("utf-8", "replace") or _HEAD
         owner = os.stat(path)
     key = Key(key_id or _unused_id(known), secrets.token_bytes(SECRET_BYTES))
     if _ID.fullmatch(key.id) is None:
@@ -96,7 +112,7 @@ def new_key(path: str, key_id: str = "") -> Keyring:
 
 def read_private(path: str, setting: str) -> bytes:
     """All of a file that nobody else may read or change. Raises ConfigError with the fix."""
-    what = f"{setting} = {path}"
+    what = f"{setting} = {path}" if "." in setting else f"{setting} {path}"
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -139,8 +155,6 @@ def _parsed(path: str, data: bytes) -> list[Key]:
                 f"as kvkeep l2-key new {path} does"
             )
         keys.append(Key(words[0], base64.b64decode(words[1], validate=True)))
-    if not keys:
-        raise ConfigError(f"{path} has no key: make one with kvkeep l2-key new {path}")
     return keys
 
 
@@ -172,6 +186,44 @@ def _unused_id(keys: Sequence[Key]) -> str:
     return next(name for name in iter(lambda: f"k-{secrets.token_hex(4)}", "") if name not in taken)
 
 
+@contextmanager
+def _alone_in(directory: str, path: str) -> Iterator[None]:
+    """Nobody else changes a key file of the directory. A file is replaced, so it is no lock."""
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _not_written(path, error) from None
+    try:
+        _lock(fd, directory, path)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int, directory: str, path: str) -> None:
+    until_s = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until_s:
+                raise ConfigError(
+                    f"{directory} is locked by another process, as an L2 in use is: "
+                    "keep the key file in a directory of its own"
+                ) from None
+            time.sleep(_LOCK_AGAIN_S)
+        except OSError as error:
+            raise _not_written(path, error) from None
+        else:
+            return
+
+
+def _not_written(path: str | Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{path} cannot be written ({error.strerror}): name a file in a directory of this user"
+    )
+
+
 def _line(key: Key) -> str:
     return f"{key.id} {base64.b64encode(key.secret).decode()}\n"
 
@@ -194,6 +246,4 @@ def _write(path: Path, text: str, owner: os.stat_result | None) -> None:
             temporary.unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written ({error.strerror}): name a file in a directory of this user"
-        ) from None
+        raise _not_written(path, error) from None

@@ -22,6 +22,7 @@ import msgspec
 from kvkeep.bench import engine_messages as m
 from kvkeep.bench.model import ModelUnavailable, smollm2_dir
 from kvkeep.bench.serving import ServerFailed
+from kvkeep.children import end_with_parent
 from kvkeep.connect import open_socket
 from kvkeep.errors import KVKeepError, SocketError
 
@@ -81,6 +82,7 @@ class _Child:
                 stderr=file,
                 env={**os.environ, **env},
                 start_new_session=True,
+                preexec_fn=end_with_parent,
             )
 
     def __enter__(self) -> Self:

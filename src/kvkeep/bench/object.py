@@ -121,7 +121,7 @@ def _measure_shape(
             hashes = _store(session, pool, f"{name} {plan.seed} {number}", into)
             _retrieve(session, pool, hashes, into)
             verified = pool.equal() and verified
-            session.forget(b"".join(hashes))
+            session.forget()
             say(f"{name}: round {number + 1} of {_WARM_ROUNDS + plan.rounds}")
     return {"name": name, "bytes": pool.bytes, **_rates(pool.bytes, times), "verified": verified}
 
@@ -203,7 +203,7 @@ def _measure_lookups(path: str, plan: Plan, say: Say) -> Iterator[dict[str, Any]
         for chunks in LOOKUP_CHUNKS:
             say(f"lookup of {chunks} chunks")
             yield _measure_lookup(session, b"".join(hashes[:chunks]), plan.lookup_samples)
-        session.forget(b"".join(hashes))
+        session.forget()
 
 
 def _measure_lookup(session: Session, hashes: bytes, samples: int) -> dict[str, Any]:

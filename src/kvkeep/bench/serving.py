@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvkeep.children import end_with_parent
 from kvkeep.connect import open_socket
 from kvkeep.errors import KVKeepError, SocketError
 
@@ -32,7 +33,12 @@ def started_server(settings: Mapping[str, object]) -> Iterator[str]:
         command += ["--log-level", "warning"]
         for key, value in settings.items():
             command += ["--set", f"{key}={value}"]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            preexec_fn=end_with_parent,
+        )
         try:
             _await_start(process, path)
             yield path

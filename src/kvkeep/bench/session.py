@@ -5,6 +5,7 @@ measurement early.
 """
 
 import os
+import secrets
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from kvkeep.types import (
     EndOutcome,
     Fingerprint,
     GroupKind,
+    Reason,
     Role,
     RowSpec,
     StageOutcome,
@@ -29,6 +31,10 @@ from kvkeep.wire import messages as m
 WARM_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 10.0
 _POLL_S = 0.01
+_OVER_QUOTA = (
+    "the bench's requests have no salt, and these may take no more: give them room, as in "
+    'kvkeep quota set "" --l1 100%, or run without --socket'
+)
 
 Reply = TypeVar("Reply", bound=m.ServerMessage)
 
@@ -51,12 +57,13 @@ class Session:
 
     def __init__(self, path: str, name: str, chunk_bytes: int) -> None:
         self._row = RowSpec(0, GroupKind.FULL_ATTENTION, chunk_bytes)
+        layout = secrets.token_bytes(32)  # nobody else's: it is forgotten as a whole
         hello = m.Hello(
             m.VERSIONS,
             session=f"bench-{name}-{os.getpid()}",
             role=Role.BOTH,
             rows=(self._row,),
-            fingerprint=name.encode().ljust(32, b"\0")[:32],
+            fingerprint=layout,
             client="kvkeep bench object",
         )
         self.client = Client(path, hello, budget=Budget(step_s=ANSWER_TIMEOUT_S))
@@ -110,6 +117,11 @@ class Session:
         granted = self.ask(m.Granted, lambda seq: m.Stage(seq, (item,)))
         refused = [StageOutcome(code) for code in granted.outcomes if code]
         if refused:
+            if StageOutcome.OVER_QUOTA in refused:
+                raise BenchFailed(
+                    f"the server granted {len(granted.leases)} of {len(granted.outcomes)} chunks "
+                    f"(over_quota): {_OVER_QUOTA}"
+                )
             raise BenchFailed(
                 f"the server granted {len(granted.leases)} of {len(granted.outcomes)} chunks "
                 f"({refused[0].name.lower()}): raise l1.size, and set l1.staging_fraction and "
@@ -127,6 +139,8 @@ class Session:
         """Find and reserve all chunks."""
         found = self.ask(m.Found, lambda seq: m.Lookup(seq, "bench", hashes))
         if len(found.reasons):
+            if Reason.OVER_QUOTA in found.reasons:
+                raise BenchFailed(f"the server may bring no more from L2: {_OVER_QUOTA}")
             raise BenchFailed(
                 f"the server found {found.chunks} chunks and missed {len(found.reasons)}: raise "
                 "l1.size and l1.session_reserve_fraction, or run without --socket"
@@ -137,9 +151,9 @@ class Session:
         """End a lookup."""
         self.client.notify(m.End(lease, (0,), EndOutcome.USED))
 
-    def forget(self, hashes: bytes) -> None:
-        """Give the L1 these chunks take back, so that the next round finds the same room."""
-        self.client.notify(m.Drop(hashes))
+    def forget(self) -> None:
+        """Have this bench's chunks leave L1 and L2, so that the next round finds the same room."""
+        self.ask(m.Forgotten, m.Forget)
 
     def _await(self, is_done: Callable[[], bool], lack: str) -> None:
         deadline = time.monotonic() + WARM_TIMEOUT_S

@@ -11,15 +11,18 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from kvkeep.children import Ended, ends_like_ctrl_c
 from kvkeep.cli.output import CannotPrint, discard_output, prepare_streams
 from kvkeep.errors import KVKeepError
 
-FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
+FAILED, WRONG_USAGE, INTERRUPTED, SIGNALLED = 1, 2, 130, 128
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
     prepare_streams()
+    if arguments is None:
+        ends_like_ctrl_c()
     try:
         code = _run(arguments)
         sys.stdout.flush()
@@ -29,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             discard_output()
         _say(str(error))
         return FAILED
+    except Ended as ended:
+        return SIGNALLED + ended.number
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output left, as `head` does

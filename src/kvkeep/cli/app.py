@@ -171,7 +171,7 @@ def wait_persisted(
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
-    """Wait until all that L1 holds is in L2; exit status 1 if that takes longer or cannot be."""
+    """Wait until L2 was given all that L1 holds; exit status 1 if it takes longer or cannot be."""
     from kvkeep.cli.operator import ask
     from kvkeep.cli.show import show_persisted
 

@@ -35,6 +35,12 @@ def fuzz(
     for name in targets:
         if name not in TARGETS:
             raise typer.BadParameter(f"--target {name}: known are {', '.join(TARGETS)}")
+    if corpus is not None and not any((corpus / name).is_dir() for name in targets):
+        raise typer.BadParameter(
+            f"--corpus {corpus}: it has no folder of a target ({', '.join(targets)})"
+        )
+    if keep.exists() and not keep.is_dir():
+        raise typer.BadParameter(f"--keep {keep} is not a directory")
     if one is not None:
         raise typer.Exit(_again(one, targets, as_json=as_json))
     with progress() as say:

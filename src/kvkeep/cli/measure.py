@@ -1,5 +1,6 @@
 """The commands that measure and prove: bench, simulate, demo. Minutes long, with progress."""
 
+import os
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -101,7 +102,9 @@ def bench_backend(
 
 @bench.command("index")
 def bench_index(
-    chunks: Annotated[int, typer.Option(min=1_000, help="Resident chunks.")] = 1_000_000,
+    chunks: Annotated[
+        int, typer.Option(min=1_000, max=10_000_000, help="Resident chunks.")
+    ] = 1_000_000,
     as_json: Json = False,
 ) -> None:
     """What a resident chunk costs the server in memory, and how long its calls take among many."""
@@ -123,6 +126,9 @@ def simulate(
     steps: Annotated[
         int | None, typer.Option(min=1, help="Steps of each run; default: as many as it has.")
     ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, max=256, help="Processes; default: one per processor.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Run the real core, service and protocol in virtual time with faults, and check every step."""
@@ -130,7 +136,11 @@ def simulate(
 
     with progress() as say:
         report = run(
-            seeds, first_seed, steps, progress=lambda done, of: say(f"{done} of {of} seeds")
+            seeds,
+            first_seed,
+            steps,
+            progress=lambda done, of: say(f"{done} of {of} seeds"),
+            jobs=jobs or min(len(os.sched_getaffinity(0)), seeds),
         )
     if as_json:
         print_json(report)

@@ -72,10 +72,17 @@ def show_persisted(answer: dict[str, Any]) -> None:
     if missing:
         parts.append(f"not in L2: {_count(missing)}")
     if not parts:
-        parts.append("all that L1 holds is in L2" if answer["done"] else "not yet")
+        parts.append(_in_l2(answer.get("evicted_objects", 0)) if answer["done"] else "not yet")
     lost = [f"{n} {why}" for name, why in _LOST.items() if (n := answer[f"persist_{name}"])]
     since = f" (since the start: {', '.join(lost)})" if lost else ""
     _print(_text("; ".join(parts) + since))
+
+
+def _in_l2(evicted: int) -> str:
+    if not evicted:
+        return "all that L1 holds is in L2"
+    noun = "object" if evicted == 1 else "objects"
+    return f"all that L1 holds was written to L2; L2 has evicted {evicted} {noun} since the start"
 
 
 def _stores(stores: Sequence[dict[str, Any]]) -> Table:
@@ -200,7 +207,7 @@ def show_ordered(answer: dict[str, Any]) -> None:
 
 
 def _quota_rows(table: Table, row: dict[str, Any]) -> None:
-    name = {None: "?", "": "(no salt)"}.get(row["salt"], row["salt"])
+    name = row["salt"] or ("?" if row["tenant"] else "(no salt)")
     tiers = [("L1", row["l1"])] + [(f"L2 {tier['backend']}", tier) for tier in row["l2"]]
     for number, (tier, has) in enumerate(tiers):
         most_bytes = has["limit_bytes"]
@@ -311,16 +318,17 @@ def show_index_bench(report: dict[str, Any]) -> None:
 
 def show_simulation(report: dict[str, Any]) -> None:
     """How many events held every invariant, and where one did not."""
-    pairs = len(report["coverage"])
     _print(
         _text(
-            f"{report['seeds']} seeds, {report['events']} events, {pairs} pairs of state and "
-            f"event, {len(report['failures'])} failures, digest {report['digest']}"
+            f"{report['seeds']} seeds, {report['events']} events, {len(report['failures'])} "
+            f"failures, digest {report['digest']}"
         )
     )
     known = len(report["coverage"]) + len(report["faults"]) - len(report["impossible"])
-    met = f"{known - len(report['never'])} of {known} pairs and kinds of fault were met"
-    _print(_text(f"{met}; not: {', '.join(report['never'])}" if report["never"] else met))
+    never = report["never"]
+    met = f"{known - len(never)} of {known} pairs of state and event and kinds of fault were met"
+    more = f" and {len(never) - 5} more; more seeds meet more" if len(never) > 5 else ""
+    _print(_text(f"{met}; not {', '.join(never[:5])}{more}" if never else met))
     if report["failures"]:
         table = _table("seed>", "step>", "what")
         for row in report["failures"]:

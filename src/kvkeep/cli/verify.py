@@ -2,9 +2,9 @@
 
 Takes no lock and needs no server: it can run beside one. Each file is compared with its own name
 and place, its own header and its checksum. An encrypted object needs its key for that: without it
-only its header is looked at, and it is counted as unchecked. An object that leaves while the scrub
-looks at it is no error. With `quarantine`, broken ones are set aside; a running server notices by
-itself. One that cannot be set aside ends nothing: the report names it.
+only its header is looked at, and it counts as unchecked: no success either. An object that leaves
+while the scrub looks at it is no error. With `quarantine`, broken ones are set aside; a running
+server notices by itself. One that cannot be set aside ends nothing: the report names it.
 """
 
 import mmap
@@ -74,7 +74,7 @@ def run(
         print_json(report.as_dict())
     else:
         _show(report)
-    return 1 if report.broken else 0
+    return 1 if report.broken or report.unchecked else 0
 
 
 def scrub(url_text: str, *, quarantine: bool, say: Say, key_file: str = "") -> Report:
@@ -83,7 +83,7 @@ def scrub(url_text: str, *, quarantine: bool, say: Say, key_file: str = "") -> R
     `quarantine` moves what is broken aside.
     """
     url = _url(url_text)
-    sealer = sealers(key_file, BUFFER_BYTES)
+    sealer = sealers(key_file, BUFFER_BYTES, "--key-file")
     place = _opened(Path(url.path))
     started = time.monotonic()
     report = Report(url.name)
@@ -129,6 +129,8 @@ def _show(report: Report) -> None:
         f"{report.objects} objects, {format_bytes(report.bytes)} read in {report.seconds:.1f} s: "
         f"{len(report.broken)} broken{left}{unchecked}{foreign}"
     )
+    if report.unchecked:
+        console.print("name the file that has the keys of what was not checked with --key-file")
 
 
 def _opened(root: Path) -> Place:

@@ -18,7 +18,7 @@ from kvkeep.doctor.engine import (
 from kvkeep.doctor.kernel import check_features, check_kernel
 from kvkeep.doctor.memory import check_memory, check_open_files
 from kvkeep.doctor.sockets import check_directory, check_http, check_socket, is_somebody_serving
-from kvkeep.doctor.storage import check_storage
+from kvkeep.doctor.storage import check_quotas, check_storage
 from kvkeep.engine_flag import engine_flag
 from kvkeep.limits import MemoryBudget
 
@@ -37,6 +37,7 @@ def run_checks(
     checks = [check_kernel(), *check_features()]
     checks += check_memory(config, budget)
     checks += check_storage(config.l2)
+    checks += check_quotas(config.quota)
     checks.append(check_open_files(config))
     checks += [check_directory(config.socket), check_socket(config.socket)]
     path = config.socket.path

@@ -1,7 +1,7 @@
 """L2: whether each configured backend can be read, and its place can take what it may hold.
 
-Nothing is opened for use or made. What `kvkeep serve` would refuse at such a place fails here, with
-the same fix.
+Also whether the quota file can be used. Nothing is opened for use or made. What `kvkeep serve`
+would refuse at such a place fails here, with the same fix.
 """
 
 import contextlib
@@ -16,10 +16,11 @@ from kvkeep.backends import fs_identity, registry
 from kvkeep.backends.encrypted import sealers
 from kvkeep.backends.fs_place import Identity, Place
 from kvkeep.backends.registry import BackendUrl
-from kvkeep.config import L2Config
+from kvkeep.config import L2Config, QuotaConfig
 from kvkeep.doctor.check import Check, Status
 from kvkeep.errors import BackendError, ConfigError
 from kvkeep.limits import format_bytes
+from kvkeep.server.quota_book import QuotaBook
 
 _BLOCK_BYTES = 512  # of st_blocks
 
@@ -48,6 +49,28 @@ def check_storage(l2: L2Config) -> Iterator[Check]:
             yield _check_directory(url, known)
         else:
             yield Check("L2", Status.OK, f"{url.name}: {url.public}")
+
+
+def check_quotas(config: QuotaConfig) -> Iterator[Check]:
+    """One check of the quota file, where there is to be one; it is not made."""
+    name = "quota file"
+    if not config.file:
+        return
+    try:
+        tenants = len(QuotaBook(config).own)
+    except ConfigError as error:
+        detail, _, fix = str(error).rpartition(": ")
+        yield Check(name, Status.FAIL, detail, fix)
+        return
+    folder, is_there = Path(config.file).parent, os.path.exists(config.file)
+    held = f": {tenants} with limits of their own" if is_there else " is not there yet"
+    detail = f"{config.file}{held}"
+    if wrong := _not_writable(folder):
+        why, fix = wrong
+        status = Status.WARN if is_there else Status.FAIL  # it is read at least
+        yield Check(name, status, f"{detail}, and {why}: kvkeep quota set cannot write it", fix)
+        return
+    yield Check(name, Status.OK, detail)
 
 
 def _check_keys(l2: L2Config) -> Check:

@@ -172,12 +172,9 @@ class Io:
         self._apply(ev.Persisted(effect.id, tuple(outcomes)))
 
     async def _put(self, effect: ev.Persist) -> Sequence[IoOutcome]:
-        """Unless it is there already."""
+        """Unless it is there already, and can be read."""
         store = self.stores[effect.backend]
-        there = store.contains(effect.space, _keys(effect.objects, effect.chunk))
-        if isinstance(there, Awaitable):
-            there = await there
-        if all(there):
+        if all(await store.holds(effect.space, _keys(effect.objects, effect.chunk))):
             return [IoOutcome.OK] * len(effect.offsets)
         try:
             return await store.put(self._wanted(effect))

@@ -182,6 +182,7 @@ class Operators:
                 "missing_chunks": missing,
                 "queued_bytes": persister.queued_bytes,
                 "running": len(persister.running),
+                "evicted_objects": self._served.overview.l2_evicted(),
                 **{name: counters[name] for name in _NOT_PERSISTED},
             }
             client.link.send(m.Answer(seq, msgspec.json.encode(body).decode()))

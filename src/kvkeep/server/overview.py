@@ -10,6 +10,8 @@ from math import ceil
 from typing import Any, Protocol
 
 from kvkeep import __version__
+from kvkeep.backends.base import PAGE_BYTES
+from kvkeep.backends.header import HeaderProblem
 from kvkeep.core.directory import Directory
 from kvkeep.core.leases import ReadLease, Session, WriteLease
 from kvkeep.limits import format_bytes
@@ -126,6 +128,7 @@ class Overview:
                 )
             if store["read_only"]:
                 found.append(f"{name} is read-only: nothing is persisted there; mount it writable")
+            found += [f"{name}: {problem}" for problem in _encryption_problems(store)]
         return found
 
     def _transfers(self) -> dict[str, int]:
@@ -138,6 +141,10 @@ class Overview:
             "persists": len(persister.running),
             "persist_queue_bytes": persister.queued_bytes,
         }
+
+    def l2_evicted(self) -> int:
+        """Objects that L2 has evicted since the start."""
+        return sum(store["evicted"] for store in self._stores())
 
     def leases(self) -> list[dict[str, Any]]:
         """What sessions hold, oldest first, `LEASES_SHOWN` at most.
@@ -226,6 +233,25 @@ class Overview:
         for name in [name for name in self.problems if name.startswith(_TOO_LARGE)]:
             if name.removeprefix(_TOO_LARGE) not in self._d.sessions:
                 del self.problems[name]
+
+
+def _encryption_problems(store: Mapping[str, Any]) -> Iterator[str]:
+    unreadable: Mapping[str, int] = store["unreadable_now"]
+    if unreadable:
+        parts = ", ".join(f"{why}: {count}" for why, count in unreadable.items())
+        fix = "each is written anew when its chunk is stored again"
+        if HeaderProblem.NO_KEY in unreadable:
+            put = "put their key back into the file of l2.key_file"
+            if store["encryption"] is None:
+                put = "name the file with their key in l2.key_file"
+            fix = f"{put} and restart the server, or leave them: {fix}"
+        yield f"{sum(unreadable.values())} objects cannot be read ({parts}): {fix}"
+    if too_large_bytes := store["too_large_bytes"]:
+        need_bytes = ceil(too_large_bytes / PAGE_BYTES) * PAGE_BYTES
+        yield (
+            f"an object of {too_large_bytes} bytes does not fit into l2.encrypt_buffer_bytes, and "
+            f"such are never stored: set it to {need_bytes} or more, best several times that"
+        )
 
 
 def _oldest_first(session: Session) -> Iterator[tuple[Session, ReadLease | WriteLease]]:

@@ -7,12 +7,14 @@ The file is TOML, a table per salt; the empty name stands for requests without a
     l2 = "50GiB"
 
 It is read once, at start, and written anew, whole or not at all, when an operator sets a limit.
-Backends know a salt by its digest only, so both names lead to a limit here.
+Others may read it and not write it. Backends know a salt by its digest only, so both names lead to
+a limit here.
 """
 
 import json
 import os
 import secrets
+import stat
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -31,6 +33,7 @@ MOST_TENANTS = 10_000  # with a limit of their own
 MOST_NAME_CHARS = 1_024
 TIERS = ("l1", "l2")
 _MODE = 0o600
+_OTHERS_WRITE = 0o022
 _HEAD = '# Limits of tenants, written by kvkeep quota. A table per salt; [""] is without a salt.\n'
 
 Salt = str | None
@@ -164,9 +167,10 @@ def _table(name: Salt, limits: Limits) -> str:
 def _read(path: Path) -> dict[Salt, Limits]:
     where = f"the quota file {path}"
     try:
-        tables = tomllib.loads(path.read_bytes().decode())
-    except FileNotFoundError:
-        return {}  # the first `kvkeep quota set` makes it
+        data = _bytes_of(where, path)
+        if data is None:
+            return {}  # the first `kvkeep quota set` makes it
+        tables = tomllib.loads(data.decode())
     except OSError as error:
         raise ConfigError(
             f"{where} cannot be read ({error.strerror}): name another in quota.file, or none"
@@ -176,6 +180,39 @@ def _read(path: Path) -> dict[Salt, Limits]:
     if len(tables) > MOST_TENANTS:
         raise ConfigError(f"{where} has {len(tables)} tenants, at most {MOST_TENANTS} are allowed")
     return {named(name): _limits(where, name, table) for name, table in tables.items()}
+
+
+def _bytes_of(where: str, path: Path) -> bytes | None:
+    """The file, which nobody else may write; None where there may be one later. Raises OSError."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if path.parent.is_dir():
+            return None
+        raise ConfigError(
+            f"{where} is to be in a directory that does not exist: mkdir -p {path.parent}"
+        ) from None
+    try:
+        _refuse_unsafe(where, path, os.fstat(fd))
+        with open(fd, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(fd)
+
+
+def _refuse_unsafe(where: str, path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise ConfigError(f"{where} is not a regular file: name another in quota.file, or none")
+    if found.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(
+            f"{where} belongs to another user (uid {found.st_uid}), who may change it: "
+            f"chown {os.geteuid()} {path}"
+        )
+    if found.st_mode & _OTHERS_WRITE:
+        mode = stat.S_IMODE(found.st_mode)
+        raise ConfigError(
+            f"{where} has mode {mode:04o}, so others may change it: chmod go-w {path}"
+        )
 
 
 def _limits(where: str, name: str, table: object) -> Limits:

@@ -100,6 +100,10 @@ class Quotas:
             return f'say what "{shown}" may take: l1, l2 or both, such as 10% or 50GiB'
         if len(own) >= quota_book.MOST_TENANTS and quota_book.named(order.salt) not in own:
             return f"{len(own)} tenants have limits of their own, which is the most: unset some"
+        if order.l2 is not None and not self._stores:
+            return (
+                "this server has no L2 that could be limited: leave out l2, or start it with --l2"
+            )
         return next(filter(None, map(quota_book.problem, texts, texts.values())), "")
 
     async def _keep(self, order: _Order, seq: int, send: Send, *, unset: bool) -> None:
@@ -206,7 +210,7 @@ class Quotas:
                 l2.append({"backend": store.name, **limit, **there})
         return {
             "tenant": digest,
-            "salt": (salt or "") if known and salt != OTHERS else None,
+            "salt": salt if known and salt != OTHERS else None,
             "l1": {
                 **_limit(own.l1, self.book.defaults.l1, self._d.arena.populated_bytes),
                 "used_bytes": core.used_bytes(salt) if known else 0,

@@ -266,7 +266,7 @@ class Service:
             client.session,
             message.request,
             message.hashes,
-            message.salt,
+            message.salt or None,  # an empty one is none: the same tenant
             message.near,
             fetch,
             message.wait_ms / 1e3 if message.wait_ms >= 0 else None,
@@ -361,7 +361,7 @@ class Service:
 
     def _stage(self, client: Client, message: m.Stage) -> m.Granted:
         items = tuple(
-            ev.StageItem(i.request, ChunkHash(i.parent), i.hashes, i.salt, i.first)
+            ev.StageItem(i.request, ChunkHash(i.parent), i.hashes, i.salt or None, i.first)
             for i in message.items
         )
         done = self.apply(ev.Stage(client.session, items))

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from kvkeep.children import end_with_parent
 from kvkeep.client import Client, State
 from kvkeep.errors import KVKeepError, MemoryRefused
 from kvkeep.shm import Mapping
@@ -24,13 +25,18 @@ class ChildFailed(KVKeepError):
     """A forked child found what must not be, or did not end."""
 
 
-def forked(work: Callable[[], None], story: Story) -> int:
-    """Run `work` in a child; its pid. The child ends with 0, or with 1 and a line in the story."""
+def forked(work: Callable[[], None], story: Story, *, outlives: bool = False) -> int:
+    """Run `work` in a child; its pid. The child ends with 0, or with 1 and a line in the story.
+
+    It is killed with its parent, unless it `outlives` that.
+    """
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
+        if not outlives:
+            end_with_parent()
         work()
         code = 0
     finally:
@@ -48,7 +54,7 @@ def fork_and_look(client: Client, lives_s: float, story: Story) -> None:
         owns_nothing(client, mapping)
         time.sleep(lives_s)
 
-    pid = forked(child, story)
+    pid = forked(child, story, outlives=True)  # as an engine's would be
     until_s = time.monotonic() + _ENDS_WITHIN_S
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)

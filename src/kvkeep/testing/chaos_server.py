@@ -7,6 +7,7 @@ each life. Knows nothing about clients.
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,12 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvkeep.children import end_with_parent
+from kvkeep.config import socket_path_problem
 from kvkeep.errors import KVKeepError
 from kvkeep.testing.chaos_fork import open_files
 
 START_S = 60.0  # the most, on however busy a machine
 STOP_S = 60.0
 ANSWER_S = 30.0
+SPARE_BYTES = 32 << 20  # of disk, beside L2
 _LOOK_S = 0.02
 _PAGE_BYTES = 4096
 _BROKEN = ("invariant_broken", "io_broken", "populate_failed", "http_ended", "socket_gone")
@@ -51,6 +55,7 @@ class RealServer:
         self.url = ""
         self.lives = 0
         self._size = size
+        check_folder(folder, self.socket, size.l2_bytes)
         self._logs = folder / "logs"
         self._logs.mkdir()
         self._process: subprocess.Popen[bytes] | None = None
@@ -72,7 +77,12 @@ class RealServer:
         self.url = ""
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                self._command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_env()
+                self._command(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=_env(),
+                preexec_fn=end_with_parent,
             )
 
     def _command(self) -> list[str]:
@@ -120,7 +130,7 @@ class RealServer:
             if said is not None:
                 self.url = said["http"]
             elif self.ended() is not None:
-                raise ServerBroke(f"the server ended at its start: {self.log_end()}")
+                raise ServerBroke(f"the server ended at its start, and said: {self.log_end()}")
         return bool(self.url)
 
     def ended(self) -> int | None:
@@ -192,6 +202,22 @@ class RealServer:
         files = [kind for kind in kinds if kind.startswith("/")]
         kinds["file"] = sum(kinds.pop(kind) for kind in files)
         return kinds
+
+
+def check_folder(folder: Path, socket: Path, most_bytes: int) -> None:
+    """Raise ServerBroke when a temporary directory will not do for a server."""
+    if socket_path_problem(str(socket)):
+        raise ServerBroke(
+            f"the temporary directory {folder} is too long for a socket: "
+            "set TMPDIR to a shorter one"
+        )
+    free_bytes = shutil.disk_usage(folder).free
+    need_bytes = most_bytes + SPARE_BYTES
+    if free_bytes < need_bytes:
+        raise ServerBroke(
+            f"{folder.parent} has {free_bytes >> 20} MiB free and this takes "
+            f"{need_bytes >> 20} MiB: set TMPDIR to a place with more"
+        )
 
 
 def kvkeep() -> list[str]:

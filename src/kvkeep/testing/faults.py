@@ -155,7 +155,7 @@ class Limit(Sometimes):
 
     def strike(self, rng: random.Random, world: "World") -> None:
         salt = rng.choice(("", "a"))
-        limit = rng.choice(("0", "12.5%", "25%", "60%", "100%", f"{3 * PAGE_BYTES}"))
+        limit = rng.choice(("0", "12.5%", "25%", "60%", "100%", f"{3 * PAGE_BYTES}B"))
         order = {"salt": salt} if rng.random() < 0.3 else {"salt": salt, "l1": limit}
         what = "quota_set" if "l1" in order else "quota_unset"
         world.spawn(self._ask(world, what, json.dumps(order)))

@@ -26,6 +26,8 @@ from typing import Any
 import msgspec
 
 from kvkeep import shm
+from kvkeep.children import end_with_parent
+from kvkeep.testing.chaos_server import check_folder
 from kvkeep.testing.fuzz_values import (
     Script,
     Step,
@@ -94,6 +96,7 @@ class _Server:
         self._folder = tempfile.TemporaryDirectory(prefix="kvkeep-fuzz-")
         folder = Path(self._folder.name)
         self.socket = str(folder / "run" / "s")
+        check_folder(folder, Path(self.socket), 0)
         self._log = folder / "log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -101,6 +104,7 @@ class _Server:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=log,
+                preexec_fn=end_with_parent,
             )
         self._url = self._served()
         self.receive([[0, "say", _said(_hello())], [0, "read", None]])

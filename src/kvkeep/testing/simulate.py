@@ -5,10 +5,13 @@ gives the same digest in any process. What later parts simulate plugs in as faul
 """
 
 import asyncio
+import signal
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +48,20 @@ def run(
     first_seed: int = 0,
     steps: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    *,
+    jobs: int = 1,
 ) -> dict[str, Any]:
-    """Simulate `seeds` seeds; the answer of `kvkeep simulate --json`."""
+    """Simulate `seeds` seeds; the answer of `kvkeep simulate --json`.
+
+    With more `jobs` in so many processes; the report is the same.
+    """
     failures: list[dict[str, Any]] = []
     coverage: Counter[tuple[SlotState, str]] = Counter()
     copies: Counter[str] = Counter()
     struck: Counter[str] = Counter()
     digest, events = blake3(), 0
-    for done, seed in enumerate(range(first_seed, first_seed + seeds), start=1):
-        outcome = run_seed(seed, steps)
+    chosen = range(first_seed, first_seed + seeds)
+    for done, (seed, outcome) in enumerate(_outcomes(chosen, steps, jobs), start=1):
         if outcome.what:
             failures.append({"seed": seed, "step": outcome.events, "what": outcome.what})
         coverage += outcome.coverage
@@ -75,6 +83,19 @@ def run(
     report["impossible"] = sim_coverage.IMPOSSIBLE
     report["never"] = sim_coverage.never(report)
     return report
+
+
+def _outcomes(seeds: range, steps: int | None, jobs: int) -> Iterator[tuple[int, Outcome]]:
+    """Each seed with its outcome, in order."""
+    if jobs == 1:
+        yield from ((seed, run_seed(seed, steps)) for seed in seeds)
+        return
+    with get_context("spawn").Pool(jobs, _leave_interrupts_to_the_parent) as pool:
+        yield from zip(seeds, pool.imap(partial(run_seed, steps=steps), seeds), strict=True)
+
+
+def _leave_interrupts_to_the_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def run_seed(seed: int, steps: int | None = None) -> Outcome:
