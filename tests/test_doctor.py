@@ -134,7 +134,7 @@ def test_a_probe_leaves_no_descriptor_behind() -> None:
     check_features()
     before = len(os.listdir("/proc/self/fd"))
     check_features()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def feature(name: str, *, works: bool, if_absent: Status = Status.WARN) -> Feature:
