@@ -9,7 +9,7 @@ import signal
 from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
-_ENDING = (signal.SIGTERM, signal.SIGHUP)
+ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 class Ended(KeyboardInterrupt):
@@ -22,7 +22,7 @@ class Ended(KeyboardInterrupt):
 
 def end_with_parent() -> None:
     """In a new child, also as `preexec_fn`: the kernel kills it when its parent has ended."""
-    for number in _ENDING:
+    for number in ENDING:
         signal.signal(number, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
@@ -33,5 +33,5 @@ def ends_like_ctrl_c() -> None:
     def end(number: int, _: FrameType | None) -> None:
         raise Ended(number)
 
-    for number in _ENDING:
+    for number in ENDING:
         signal.signal(number, end)

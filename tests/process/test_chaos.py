@@ -21,6 +21,7 @@ def chaos(minutes: float, seed: int) -> dict[str, Any]:
     )
     assert done.returncode in (0, 1), done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
+    assert report["what"] == []  # the first thing to read when something is wrong
     bad = ("wrong_bytes", "leaked_bytes", "failed_requests")
     assert [report[name] for name in bad] == [0, 0, 0], report
     assert done.returncode == 0, report

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvkeep.children import ENDING, ends_like_ctrl_c
 from kvkeep.testing import chaos_after
 from kvkeep.testing.chaos_after import Findings, look_after_stop, look_at_quiet
 from kvkeep.testing.chaos_client import Layout, content
@@ -192,3 +194,18 @@ def test_what_lies_on_a_disk_counts_in_pages(tmp_path: Path) -> None:
 def test_descriptors_are_named_by_what_they_lead_to(tmp_path: Path) -> None:
     with (tmp_path / "here").open("w"):
         assert str(tmp_path / "here") in open_files("self")
+
+
+def test_a_child_that_is_ended_at_once_ends_by_the_signal(tmp_path: Path) -> None:
+    """Not by its parent's handler, which it has until it has its own."""
+    story = Story(tmp_path / "story")
+    handlers = {number: signal.getsignal(number) for number in ENDING}
+    ends_like_ctrl_c()
+    try:
+        for _ in range(50):
+            pid = forked(lambda: time.sleep(60), story)
+            os.kill(pid, signal.SIGTERM)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -5,12 +5,13 @@ A child never returns into its parent's code: it ends with os._exit, and tells w
 
 import contextlib
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from kvkeep.children import end_with_parent
+from kvkeep.children import ENDING, end_with_parent
 from kvkeep.client import Client, State
 from kvkeep.errors import KVKeepError, MemoryRefused
 from kvkeep.shm import Mapping
@@ -30,13 +31,18 @@ def forked(work: Callable[[], None], story: Story, *, outlives: bool = False) ->
 
     It is killed with its parent, unless it `outlives` that.
     """
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, ENDING
+    )  # its parent's handlers are not its own
     pid = os.fork()
     if pid:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return pid
     code = 1
     try:
         if not outlives:
             end_with_parent()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         work()
         code = 0
     finally:
