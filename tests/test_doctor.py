@@ -427,6 +427,7 @@ def private_dir_of_root(place: Path) -> Path:
         os.seteuid(NOBODY)
 
 
+@pytest.mark.slow
 def test_a_socket_file_of_ours_served_by_another_user(place: Path) -> None:
     path = place / "k.sock"
     if os.geteuid() != 0:

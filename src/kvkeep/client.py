@@ -414,16 +414,17 @@ class Client:
         sock = open_socket(self.path)
         try:
             hello = msgspec.structs.replace(self._hello, confirms=self._confirms)
-            welcome, fds, reader, more = say_hello(sock, hello, self.path)
             mapping = None
-            if welcome.has_arena:
-                mapping = shm.Mapping(
-                    *fds,
-                    arena_bytes=welcome.arena_bytes,
-                    slots=welcome.slots,
-                    write=welcome.writable,
-                    epoch=welcome.epoch,
-                )
+            with contextlib.ExitStack() as guard:
+                welcome, fds, reader, more = say_hello(sock, hello, self.path, guard)
+                if welcome.has_arena:
+                    mapping = shm.Mapping(
+                        *fds,
+                        arena_bytes=welcome.arena_bytes,
+                        slots=welcome.slots,
+                        write=welcome.writable,
+                        epoch=welcome.epoch,
+                    )
         except BaseException:
             sock.close()
             raise

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import socket
 
 from kvkeep import shm
@@ -37,9 +38,12 @@ def open_socket(path: str, timeout_s: float = CONNECT_TIMEOUT_S) -> socket.socke
 
 
 def say_hello(
-    sock: socket.socket, hello: m.Hello, path: str
+    sock: socket.socket, hello: m.Hello, path: str, guard: contextlib.ExitStack
 ) -> tuple[m.Welcome, list[int], FrameReader[m.ServerMessage], list[m.ServerMessage]]:
-    """Say Hello; returns the welcome, its descriptors, and what was read after it."""
+    """Say Hello; returns the welcome, its descriptors, and what was read after it.
+
+    `guard` keeps other threads from forking from the moment in which descriptors may be here.
+    """
     own: list[int] = []
     with contextlib.suppress(OSError):  # before Linux 5.3
         own.append(os.pidfd_open(os.getpid()))
@@ -48,6 +52,11 @@ def say_hello(
     fds: list[int] = []
     try:
         socket.send_fds(sock, [encode(hello)], own)
+        answered = select.poll()
+        answered.register(sock, select.POLLIN)
+        if not answered.poll(CONNECT_TIMEOUT_S * 1e3):
+            raise TimeoutError
+        guard.enter_context(shm.no_fork())
         while not messages:  # the descriptors come with the first bytes
             data, got = shm.receive_with_fds(sock, 1 << 16)
             fds += got

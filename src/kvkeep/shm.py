@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import mmap
 import os
 import socket
@@ -168,6 +169,23 @@ class GenerationTable:
         os.close(self.fd)
 
 
+@functools.cache
+def _fork_lock() -> "threading.RLock":
+    """Held by whoever forks, from just before until just after, in both processes."""
+    lock = threading.RLock()
+    os.register_at_fork(
+        before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release
+    )
+    return lock
+
+
+@contextlib.contextmanager
+def no_fork() -> Iterator[None]:
+    """No other thread forks meanwhile: for descriptors and mappings that a child must not get."""
+    with _fork_lock():
+        yield
+
+
 class Mapping:
     """A client's view of one epoch's arena and generation table. Takes over both descriptors.
 
@@ -189,7 +207,7 @@ class Mapping:
         self.epoch = epoch  # handles of another server start mean nothing here
         self.writable = write
         self._table_bytes = max(8 * slots, mmap.PAGESIZE)
-        with contextlib.ExitStack() as undo:
+        with no_fork(), contextlib.ExitStack() as undo:
             undo.callback(os.close, arena_fd)
             undo.callback(os.close, table_fd)
             self.address = _map(arena_fd, arena_bytes, write=write)

@@ -127,6 +127,7 @@ async def read_changed(
     return outcome, reason
 
 
+@pytest.mark.slow
 async def test_a_flip_in_any_byte_of_the_header() -> None:
     raw = FaultyBackend()
     store = store_over(raw)

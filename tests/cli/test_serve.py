@@ -41,6 +41,7 @@ def test_what_is_not_http_is_a_log_line_like_the_others(tmp_path: Path) -> None:
     assert not [line for line in server.log if "text" in line]
 
 
+@pytest.mark.slow
 def test_a_socket_file_that_is_taken_away(tmp_path: Path) -> None:
     with running_server(tmp_path, populated=False) as server:
         path = Path(server.socket)

@@ -189,6 +189,7 @@ def test_staged_chunks_are_never_evicted() -> None:
 A_SIZES = ((row(1),), (row(2),), (row(3), row(1)), (row(5),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("b_rows", "pages"),
     [
@@ -316,6 +317,7 @@ def test_running_out_of_slots_and_memory_at_once_is_recovered_too() -> None:
     assert world.store("big", chain("b", 1)) == [GRANTED]
 
 
+@pytest.mark.slow
 def test_the_queue_of_candidates_stays_small() -> None:
     """Chunks that were dropped leave the policy's queue even if nothing is ever evicted."""
     world = World(pages=64, limits=Limits())

@@ -40,6 +40,7 @@ def filled(names: str = "a", pages: int = 4 * MANY) -> World:
     return world
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("begun", [0, 1, 300])
 def test_a_whole_round_meets_everything_that_was_there(begun: int) -> None:
     world = World(1024)

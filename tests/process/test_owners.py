@@ -92,6 +92,7 @@ def test_a_dead_scheduler_leaves_its_workers_memory(server: Server) -> None:
         settle(server)
 
 
+@pytest.mark.slow
 def test_a_device_may_write_after_its_process_is_gone(tmp_path: Path) -> None:
     """An owner with DMA is quarantined for a while: the only timer, and it only delays."""
     settings = {"limits.gpu_quarantine_s": 1.0}

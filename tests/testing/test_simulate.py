@@ -22,7 +22,7 @@ from kvkeep.testing.fake_client import FakeClient
 from kvkeep.testing.worker import Worker
 from kvkeep.types import Reason, SlotId, SlotState
 
-SEEDS, MORE_SEEDS = 6, 60
+SEEDS, MORE_SEEDS = 3, 60
 SEEDS_FOR_A_BUG = 40  # a late grant comes in one seed of 15; most bugs show in the first few
 SEEDS_TO_PROVE = 500
 
