@@ -29,8 +29,7 @@ from kvkeep.testing.fuzz_values import (
     Script,
     Step,
     Value,
-    changed_bytes,
-    changed_script,
+    changed_data,
     pack,
     unpack,
 )
@@ -71,11 +70,7 @@ class Files:
 
     def changed(self, rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
         """Steps and places changed."""
-        script = unpack(data)
-        if script is None:
-            return changed_bytes(rng, data)
-        some = [found for found in map(unpack, rng.choices(others, k=2)) if found is not None]
-        return pack(changed_script(rng, script, some, _new_step))
+        return changed_data(rng, data, others, _new_step)
 
     def run(self, data: bytes) -> frozenset[str]:
         """Play it in a fresh directory."""

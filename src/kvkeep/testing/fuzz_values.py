@@ -114,6 +114,20 @@ def changed_bytes(rng: random.Random, data: bytes) -> bytes:
     return bytes(new)
 
 
+def changed_data(
+    rng: random.Random,
+    data: bytes,
+    others: Sequence[bytes],
+    step: Callable[[random.Random], Step],
+) -> bytes:
+    """A packed script changed, or just bytes where it is none; `step` makes a new one."""
+    script = unpack(data)
+    if script is None:
+        return changed_bytes(rng, data)
+    some = [found for found in map(unpack, rng.choices(others, k=2)) if found is not None]
+    return pack(changed_script(rng, script, some, step))
+
+
 def changed_script(
     rng: random.Random,
     script: Script,
